@@ -1,0 +1,42 @@
+#include "adam.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "threads.h"
+
+namespace statestream {
+
+void advance_steps(const TensorRow *rows, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) *(float *)rows[i].step += 1.0f;
+}
+
+void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, int64_t n,
+          const AdamOptions &options, double grad_scale, int threads) {
+  const AdamRange range = form.adam(formats);
+  std::vector<AdamScalars<float>> scalars(n);
+  std::vector<int64_t> first_chunk(n);
+  int64_t chunks = 0, elements = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float step = *(const float *)rows[i].step;
+    const bool same = i && step == *(const float *)rows[i - 1].step;
+    scalars[i] = same ? scalars[i - 1] : adam_scalars(options, step, grad_scale);
+    first_chunk[i] = chunks;
+    chunks += chunks_of(rows[i].numel, kChunkElements);
+    elements += rows[i].numel;
+  }
+  // Below a chunk's worth a thread costs more than it brings.
+  threads = (int)std::min<int64_t>(threads, chunks_of(elements, kChunkElements));
+
+  if (threads <= 1) {
+    parallel_for(n, 1, [&](int64_t i) { range(rows[i], scalars[i], 0, rows[i].numel); });
+    return;
+  }
+  parallel_for(chunks, threads, [&](int64_t chunk) {
+    const int64_t i = row_of_chunk(first_chunk.data(), n, chunk);
+    const int64_t begin = (chunk - first_chunk[i]) * kChunkElements;
+    range(rows[i], scalars[i], begin, std::min(begin + kChunkElements, rows[i].numel));
+  });
+}
+
+}  // namespace statestream

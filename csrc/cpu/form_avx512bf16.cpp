@@ -1,0 +1,11 @@
+// Compiled as form_avx512.cpp, and with -mavx512bf16.
+#if defined(__x86_64__)
+#include "vector_avx512.h"
+// The vector comes first: the loops are written over it.
+#include "form_kernels.h"
+
+namespace statestream {
+static bool supported() { return kAvx512Form.supported() && __builtin_cpu_supports("avx512bf16"); }
+const Form kAvx512Bf16Form = {"avx512bf16", supported, choose_adam, choose_decode, choose_encode, refresh_range};
+}  // namespace statestream
+#endif

@@ -1,0 +1,196 @@
+// The loops, over whichever Vector the including file chose. Everything here has internal linkage:
+// the linker must never take one form's code for another's.
+#pragma once
+#include "forms.h"
+
+namespace {
+
+using statestream::AdamScalars;
+using statestream::TableFormats;
+using statestream::TensorRow;
+constexpr int kWidth = Vector::kWidth;
+
+struct Float32 {
+  using Type = float;
+  STATESTREAM_INLINE static Vector load(const float *from) { return load_float32(from); }
+  STATESTREAM_INLINE static void store(float *to, Vector a) { store_float32(to, a); }
+};
+
+struct BFloat16 {
+  using Type = uint16_t;
+  STATESTREAM_INLINE static Vector load(const uint16_t *from) { return load_bfloat16(from); }
+  STATESTREAM_INLINE static void store(uint16_t *to, Vector a) { store_bfloat16(to, a); }
+};
+
+// How the weight is kept: by itself, as an FP32 master beside it, or as its low 16 bits beside it.
+template <class Format>
+struct PlainWeight {
+  using Param = typename Format::Type;
+  using Master = char;  // none
+  static constexpr bool kHasMaster = false;
+  STATESTREAM_INLINE static Vector load(const Param *param, const Master *) { return Format::load(param); }
+  STATESTREAM_INLINE static void store(Param *param, Master *, Vector p) { Format::store(param, p); }
+};
+
+struct MasterWeight {
+  using Param = uint16_t;
+  using Master = float;
+  static constexpr bool kHasMaster = true;
+  STATESTREAM_INLINE static Vector load(const Param *, const Master *master) { return load_float32(master); }
+  STATESTREAM_INLINE static void store(Param *param, Master *master, Vector p) {
+    store_float32(master, p);
+    store_bfloat16(param, p);
+  }
+};
+
+struct RemainderWeight {
+  using Param = uint16_t;
+  using Master = uint16_t;
+  static constexpr bool kHasMaster = true;
+  STATESTREAM_INLINE static Vector load(const Param *param, const Master *low) { return join_masters(param, low); }
+  STATESTREAM_INLINE static void store(Param *param, Master *low, Vector p) { split_masters(param, low, p); }
+};
+
+STATESTREAM_INLINE AdamScalars<Vector> splat_scalars(const AdamScalars<float> &s) {
+  return {splat(s.grad_factor),      splat(s.weight_decay), splat(s.decay),        splat(s.one_minus_beta1),
+          splat(s.one_minus_beta2), splat(s.step_size),    splat(s.inv_sqrt_bc2), splat(s.eps), s.l2};
+}
+
+template <class Weight, class Grad, class Moment1, class Moment2>
+struct AdamKernel {
+  struct Pointers {
+    typename Weight::Param *param;
+    const typename Grad::Type *grad;
+    typename Moment1::Type *exp_avg;
+    typename Moment2::Type *exp_avg_sq;
+    typename Weight::Master *master;
+  };
+
+  STATESTREAM_INLINE static void update(const Pointers &a, const AdamScalars<Vector> &s) {
+    Vector p = Weight::load(a.param, a.master);
+    Vector m = Moment1::load(a.exp_avg);
+    Vector v = Moment2::load(a.exp_avg_sq);
+    statestream::adam_update(p, Grad::load(a.grad), m, v, s);
+    Weight::store(a.param, a.master, p);
+    Moment1::store(a.exp_avg, m);
+    Moment2::store(a.exp_avg_sq, v);
+  }
+
+  STATESTREAM_INLINE static Pointers at(const TensorRow &row, int64_t i) {
+    return {(typename Weight::Param *)row.param + i, (const typename Grad::Type *)row.grad + i,
+            (typename Moment1::Type *)row.exp_avg + i, (typename Moment2::Type *)row.exp_avg_sq + i,
+            Weight::kHasMaster ? (typename Weight::Master *)row.master + i : nullptr};
+  }
+
+  // Fewer than kWidth elements: through a padded copy, so that they take the same instructions.
+  static void update_tail(const TensorRow &row, const AdamScalars<Vector> &s, int64_t i, int64_t n) {
+    typename Weight::Param param[kWidth] = {};
+    typename Grad::Type grad[kWidth] = {};
+    typename Moment1::Type exp_avg[kWidth] = {};
+    typename Moment2::Type exp_avg_sq[kWidth] = {};
+    typename Weight::Master master[kWidth] = {};
+    const Pointers a = at(row, i);
+    memcpy(param, a.param, n * sizeof *param);
+    memcpy(grad, a.grad, n * sizeof *grad);
+    memcpy(exp_avg, a.exp_avg, n * sizeof *exp_avg);
+    memcpy(exp_avg_sq, a.exp_avg_sq, n * sizeof *exp_avg_sq);
+    if (Weight::kHasMaster) memcpy(master, a.master, n * sizeof *master);
+    update({param, grad, exp_avg, exp_avg_sq, master}, s);
+    memcpy(a.param, param, n * sizeof *param);
+    memcpy(a.exp_avg, exp_avg, n * sizeof *exp_avg);
+    memcpy(a.exp_avg_sq, exp_avg_sq, n * sizeof *exp_avg_sq);
+    if (Weight::kHasMaster) memcpy(a.master, master, n * sizeof *master);
+  }
+
+  static void range(const TensorRow &row, const AdamScalars<float> &scalars, int64_t begin, int64_t end) {
+    const AdamScalars<Vector> s = splat_scalars(scalars);
+    int64_t i = begin;
+    for (; i + kWidth <= end; i += kWidth) update(at(row, i), s);
+    if (i < end) update_tail(row, s, i, end - i);
+  }
+};
+
+template <class Weight, class Grad, class Moment1>
+statestream::AdamRange choose_moment2(int32_t format) {
+  switch (format) {
+    case statestream::kFloat32: return AdamKernel<Weight, Grad, Moment1, Float32>::range;
+    case statestream::kBFloat16: return AdamKernel<Weight, Grad, Moment1, BFloat16>::range;
+    default: return nullptr;
+  }
+}
+
+template <class Weight, class Grad>
+statestream::AdamRange choose_moment1(const TableFormats &f) {
+  switch (f.exp_avg) {
+    case statestream::kFloat32: return choose_moment2<Weight, Grad, Float32>(f.exp_avg_sq);
+    case statestream::kBFloat16: return choose_moment2<Weight, Grad, BFloat16>(f.exp_avg_sq);
+    default: return nullptr;
+  }
+}
+
+template <class Weight>
+statestream::AdamRange choose_grad(const TableFormats &f) {
+  switch (f.grad) {
+    case statestream::kFloat32: return choose_moment1<Weight, Float32>(f);
+    case statestream::kBFloat16: return choose_moment1<Weight, BFloat16>(f);
+    default: return nullptr;
+  }
+}
+
+statestream::AdamRange choose_adam(const TableFormats &f) {
+  if (f.param == statestream::kFloat32 && f.master == statestream::kNone)
+    return choose_grad<PlainWeight<Float32>>(f);
+  if (f.param != statestream::kBFloat16) return nullptr;
+  switch (f.master) {
+    case statestream::kNone: return choose_grad<PlainWeight<BFloat16>>(f);
+    case statestream::kFloat32: return choose_grad<MasterWeight>(f);
+    case statestream::kRemainder: return choose_grad<RemainderWeight>(f);
+    default: return nullptr;
+  }
+}
+
+template <class From, class To>
+void convert_range(const typename From::Type *from, typename To::Type *to, int64_t begin, int64_t end) {
+  int64_t i = begin;
+  for (; i + kWidth <= end; i += kWidth) To::store(to + i, From::load(from + i));
+  if (i == end) return;
+  typename From::Type in[kWidth] = {};
+  typename To::Type out[kWidth];
+  const int64_t n = end - i;
+  memcpy(in, from + i, n * sizeof *in);
+  To::store(out, From::load(in));
+  memcpy(to + i, out, n * sizeof *out);
+}
+
+template <class From>
+void decode_range(const void *from, float *to, int64_t begin, int64_t end) {
+  convert_range<From, Float32>((const typename From::Type *)from, to, begin, end);
+}
+
+template <class To>
+void encode_range(const float *from, void *to, int64_t begin, int64_t end) {
+  convert_range<Float32, To>(from, (typename To::Type *)to, begin, end);
+}
+
+statestream::DecodeRange choose_decode(int32_t format) {
+  switch (format) {
+    case statestream::kFloat32: return decode_range<Float32>;
+    case statestream::kBFloat16: return decode_range<BFloat16>;
+    default: return nullptr;
+  }
+}
+
+statestream::EncodeRange choose_encode(int32_t format) {
+  switch (format) {
+    case statestream::kFloat32: return encode_range<Float32>;
+    case statestream::kBFloat16: return encode_range<BFloat16>;
+    default: return nullptr;
+  }
+}
+
+void refresh_range(const uint16_t *weight, float *master, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i)
+    if (statestream::bfloat16_store_bits(master[i]) != weight[i]) master[i] = statestream::bfloat16_load(weight[i]);
+}
+
+}  // namespace

@@ -1,0 +1,128 @@
+// statestream._cpu: addresses, counts and codes in; kernels.py is its only caller.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <vector>
+
+#include "../table_arguments.h"
+#include "adam.h"
+
+namespace py = pybind11;
+using namespace statestream;
+
+namespace {
+
+std::atomic<const Form *> current_form;
+
+std::vector<std::string> form_names() {
+  int count;
+  const Form *const *forms = supported_forms(&count);
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) names.push_back(forms[i]->name);
+  return names;
+}
+
+void use_form(const std::string &name) {
+  int count;
+  const Form *const *forms = supported_forms(&count);
+  for (int i = 0; i < count; ++i)
+    if (forms[i]->name == name) {
+      current_form = forms[i];
+      return;
+    }
+  std::string known;
+  for (const std::string &n : form_names()) known += (known.empty() ? "" : ", ") + n;
+  throw std::invalid_argument("form '" + name + "' is not one that this processor runs; choose from " + known);
+}
+
+int checked_threads(int threads) {
+  if (threads < 1 || threads > 4096) throw std::invalid_argument("threads must be from 1 to 4096");
+  return threads;
+}
+
+template <class Function>
+Function known(Function function) {
+  if (!function) throw std::invalid_argument("no CPU kernel for these formats");
+  return function;
+}
+
+void check_slice(uint64_t from, int64_t from_bytes, uint64_t to, int64_t to_bytes, int64_t n) {
+  if (n < 0) throw std::invalid_argument("n is negative");
+  check_address(0, "source", from, n, from_bytes);
+  check_address(0, "destination", to, n, to_bytes);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cpu, m) {
+  m.doc() = "CPU kernels of statestream; use statestream.kernels";
+  use_form(form_names().front());
+
+  m.def("forms", form_names, "Forms of the kernels that this processor runs, best first.");
+  m.def("form", [] { return current_form.load()->name; });
+  m.def("use_form", use_form, py::arg("name"));
+
+  m.def(
+      "has_adam",
+      [](const py::tuple &formats) { return current_form.load()->adam(formats_from(formats)) != nullptr; },
+      py::arg("formats"));
+
+  m.def(
+      "adam",
+      [](const py::buffer &rows, const py::tuple &formats, double lr, double beta1, double beta2, double eps,
+         double weight_decay, bool decoupled, bool bias_correction, bool maximize, double grad_scale, bool advance,
+         int threads) {
+        const py::buffer_info info = rows.request();
+        const Table table = table_from(info, formats_from(formats));
+        const Form &form = *current_form.load();
+        known(form.adam(table.formats));
+        checked_threads(threads);
+        const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction, maximize};
+        py::gil_scoped_release nogil;
+        if (advance) advance_steps(table.rows, table.n);
+        adam(form, table.formats, table.rows, table.n, options, grad_scale, threads);
+      },
+      py::arg("rows"), py::arg("formats"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+      py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("bias_correction"),
+      py::arg("maximize"), py::arg("grad_scale"), py::arg("advance"), py::arg("threads"),
+      "One update of every row; advance: add one to each row's step counter first.");
+
+  m.def(
+      "decode",
+      [](int32_t format, uint64_t from, uint64_t to, int64_t n, int threads) {
+        const Form &form = *current_form.load();
+        known(form.decode(format));
+        check_slice(from, format_bytes(format), to, 4, n);
+        checked_threads(threads);
+        py::gil_scoped_release nogil;
+        decode(form, format, (const void *)from, (float *)to, n, threads);
+      },
+      py::arg("format"), py::arg("source"), py::arg("destination"), py::arg("n"), py::arg("threads"),
+      "n elements of a state to FP32.");
+
+  m.def(
+      "encode",
+      [](int32_t format, uint64_t from, uint64_t to, int64_t n, int threads) {
+        const Form &form = *current_form.load();
+        known(form.encode(format));
+        check_slice(from, 4, to, format_bytes(format), n);
+        checked_threads(threads);
+        py::gil_scoped_release nogil;
+        encode(form, format, (const float *)from, (void *)to, n, threads);
+      },
+      py::arg("format"), py::arg("source"), py::arg("destination"), py::arg("n"), py::arg("threads"),
+      "n elements of a state from FP32.");
+
+  m.def(
+      "refresh_master",
+      [](uint64_t weight, uint64_t master, int64_t n, int threads) {
+        check_slice(weight, 2, master, 4, n);
+        checked_threads(threads);
+        const Form &form = *current_form.load();
+        py::gil_scoped_release nogil;
+        refresh_master(form, (const uint16_t *)weight, (float *)master, n, threads);
+      },
+      py::arg("weight"), py::arg("master"), py::arg("n"), py::arg("threads"),
+      "Sets the FP32 master to the BF16 weight where it does not round to it.");
+}

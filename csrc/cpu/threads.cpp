@@ -1,0 +1,133 @@
+#include "threads.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace statestream {
+namespace {
+
+// Restores the thread's rounding mode and denormal handling (torch.set_flush_denormal changes them).
+class DefaultFloatingPoint {
+#if defined(__x86_64__)
+  unsigned saved_ = _mm_getcsr();
+
+ public:
+  DefaultFloatingPoint() { _mm_setcsr(0x1f80); }  // the value at program start
+  ~DefaultFloatingPoint() { _mm_setcsr(saved_); }
+#elif defined(__aarch64__)
+  uint64_t saved_;
+
+ public:
+  DefaultFloatingPoint() {
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
+    __asm__ volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
+  }
+  ~DefaultFloatingPoint() { __asm__ volatile("msr fpcr, %0" ::"r"(saved_)); }
+#else
+ public:
+  DefaultFloatingPoint() {}
+  ~DefaultFloatingPoint() {}
+#endif
+};
+
+class Pool {
+ public:
+  void run(int64_t tasks, int threads, const std::function<void(int64_t)> &work) {
+    std::lock_guard<std::mutex> one_caller(callers_);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      threads = 1 + start_workers(threads - 1);
+      work_ = &work;
+      tasks_ = tasks;
+      next_.store(0, std::memory_order_relaxed);
+      wanted_ = running_ = threads - 1;
+      ++round_;
+    }
+    wake_.notify_all();
+    take_tasks();
+    std::unique_lock<std::mutex> lock(mutex_);
+    finished_.wait(lock, [&] { return running_ == 0; });
+    work_ = nullptr;
+  }
+
+ private:
+  // How many of the wanted workers there are: fewer where the system refuses another thread.
+  int start_workers(int wanted) {
+    try {
+      for (; started_ < wanted; ++started_) std::thread(&Pool::serve, this, started_).detach();
+    } catch (const std::system_error &) {
+    }
+    return started_ < wanted ? started_ : wanted;
+  }
+
+  void take_tasks() {
+    DefaultFloatingPoint environment;
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) (*work_)(i);
+  }
+
+  void serve(int index) {
+    uint64_t seen = 0;
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return round_ != seen; });
+      seen = round_;
+      if (index >= wanted_) continue;
+      lock.unlock();
+      take_tasks();
+      lock.lock();
+      if (--running_ == 0) finished_.notify_one();
+    }
+  }
+
+  std::mutex callers_, mutex_;
+  std::condition_variable wake_, finished_;
+  std::atomic<int64_t> next_{0};
+  const std::function<void(int64_t)> *work_ = nullptr;
+  int64_t tasks_ = 0;
+  int started_ = 0, wanted_ = 0, running_ = 0;
+  uint64_t round_ = 0;
+};
+
+// Never destroyed: detached threads wait on it until the process ends.
+Pool *pool = nullptr;
+std::mutex pool_mutex;
+
+Pool &shared_pool() {
+  std::lock_guard<std::mutex> lock(pool_mutex);
+  if (!pool) {
+    static std::once_flag registered;
+    // A forked child has none of the threads and perhaps a held lock: it begins anew.
+    std::call_once(registered, [] {
+      pthread_atfork([] { pool_mutex.lock(); }, [] { pool_mutex.unlock(); },
+                     [] {
+                       pool = nullptr;
+                       pool_mutex.unlock();
+                     });
+    });
+    pool = new Pool;
+  }
+  return *pool;
+}
+
+}  // namespace
+
+void parallel_for(int64_t tasks, int threads, const std::function<void(int64_t)> &work) {
+  if (tasks < threads) threads = (int)tasks;
+  if (threads > 1) {
+    shared_pool().run(tasks, threads, work);
+    return;
+  }
+  DefaultFloatingPoint environment;
+  for (int64_t i = 0; i < tasks; ++i) work(i);
+}
+
+}  // namespace statestream

@@ -1,0 +1,108 @@
+// How numbers are stored, and the IEEE operations that the update is made of, for host and device.
+//
+// Every operation rounds to nearest even and is written out: builds use -ffp-contract=off and
+// -fmad=false, so nothing fuses that is not an rn_fma here. Whatever is stored as NaN is stored as
+// the quiet NaN 0x7fc00000 (bfloat16: 0x7fc0), because hardware disagrees on a NaN's payload.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__CUDACC__)
+#define STATESTREAM_HD static __host__ __device__ __forceinline__
+#else
+#define STATESTREAM_HD static inline __attribute__((always_inline))
+#endif
+
+namespace statestream {
+
+// Codes shared with kernels.py.
+enum Format : int32_t {
+  kNone = 0,
+  kFloat32 = 1,
+  kBFloat16 = 2,
+  kRemainder = 3,  // the low 16 bits of an FP32 master whose high half is the BF16 parameter
+};
+
+STATESTREAM_HD int64_t format_bytes(int32_t format) {
+  return format == kFloat32 ? 4 : format == kBFloat16 || format == kRemainder ? 2 : 0;
+}
+
+STATESTREAM_HD uint32_t bits_of(float x) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(x);
+#else
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return u;
+#endif
+}
+
+STATESTREAM_HD float float_of(uint32_t u) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(u);
+#else
+  float x;
+  memcpy(&x, &u, 4);
+  return x;
+#endif
+}
+
+#if defined(__CUDA_ARCH__)
+STATESTREAM_HD float rn_mul(float a, float b) { return __fmul_rn(a, b); }
+STATESTREAM_HD float rn_sub(float a, float b) { return __fsub_rn(a, b); }
+STATESTREAM_HD float rn_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+STATESTREAM_HD float rn_fms(float a, float b, float c) { return __fmaf_rn(a, b, -c); }
+STATESTREAM_HD float rn_fnma(float a, float b, float c) { return __fmaf_rn(-a, b, c); }
+STATESTREAM_HD float rn_div(float a, float b) { return __fdiv_rn(a, b); }
+STATESTREAM_HD float rn_sqrt(float a) { return __fsqrt_rn(a); }
+#else
+STATESTREAM_HD float rn_mul(float a, float b) { return a * b; }
+STATESTREAM_HD float rn_sub(float a, float b) { return a - b; }
+STATESTREAM_HD float rn_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+STATESTREAM_HD float rn_fms(float a, float b, float c) { return __builtin_fmaf(a, b, -c); }
+STATESTREAM_HD float rn_fnma(float a, float b, float c) { return __builtin_fmaf(-a, b, c); }
+STATESTREAM_HD float rn_div(float a, float b) { return a / b; }
+STATESTREAM_HD float rn_sqrt(float a) { return __builtin_sqrtf(a); }
+#endif
+
+constexpr uint32_t kQuietNan = 0x7fc00000u;
+
+STATESTREAM_HD bool is_nan_bits(uint32_t u) { return (u & 0x7fffffffu) > 0x7f800000u; }
+
+// FP32 as it is stored: itself, any NaN as the one quiet NaN.
+STATESTREAM_HD uint32_t float32_store_bits(float x) {
+  uint32_t u = bits_of(x);
+  return is_nan_bits(u) ? kQuietNan : u;
+}
+
+// Round to nearest even; overflow goes to infinity.
+STATESTREAM_HD uint16_t bfloat16_store_bits(float x) {
+  uint32_t u = bits_of(x);
+  uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (uint16_t)(is_nan_bits(u) ? 0x7fc0u : rounded);
+}
+
+STATESTREAM_HD float bfloat16_load(uint16_t b) { return float_of((uint32_t)b << 16); }
+
+// An FP32 master as a BF16 weight and 16 low bits. The weight is the master rounded half up in
+// magnitude (nearest-even plus 16 bits could not be inverted), so a low half >= 0x8000 says that the
+// weight was rounded away from the master and one must be taken off again.
+STATESTREAM_HD void split_master(float master, uint16_t *weight, uint16_t *low) {
+  uint32_t u = float32_store_bits(master);
+  *weight = (uint16_t)((u + 0x8000u) >> 16);
+  *low = (uint16_t)u;
+}
+
+// The inverse, for every pair that split_master makes. Pairs that it cannot make appear when a
+// weight is written from outside: zero with a rounded-up low half, infinity with any low half but a
+// rounded-up one. Joining those bit by bit would give NaN, so the low half is dropped.
+STATESTREAM_HD float join_master(uint16_t weight, uint16_t low) {
+  uint32_t magnitude = weight & 0x7fffu;
+  bool rounded_up = low & 0x8000u;
+  bool impossible = rounded_up ? magnitude == 0 : magnitude == 0x7f80u;
+  uint32_t joined = ((uint32_t)weight << 16) - (rounded_up ? 0x10000u : 0u) + low;
+  return float_of(impossible ? (uint32_t)weight << 16 : joined);
+}
+
+}  // namespace statestream

@@ -1,0 +1,179 @@
+"""The only door to native code: tensors in, addresses out.
+
+Everything here takes plain (local) tensors; what is a DTensor elsewhere is its local tensor here.
+A row says where one tensor's elements are; a call updates rows that share formats, settings and device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from array import array
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "NONE",
+    "ROW_WORDS",
+    "AdamOptions",
+    "Formats",
+    "adam",
+    "advance_steps",
+    "decode",
+    "encode",
+    "format_of",
+    "has_adam",
+    "num_threads",
+    "refresh_master",
+    "row",
+]
+
+NONE, FLOAT32, BFLOAT16, REMAINDER = 0, 1, 2, 3
+"""Codes of number_formats.h."""
+
+_CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int16: REMAINDER}
+
+ROW_WORDS = 8
+"""64-bit words of one row (tensor_table.h): numel, param, grad, exp_avg, exp_avg_sq, master, step, spare."""
+
+
+def _native(name: str):
+    try:
+        return importlib.import_module(f"statestream.{name}")
+    except ImportError as error:
+        raise ImportError(
+            f"statestream.{name}, the compiled part of statestream, cannot be imported ({error}). "
+            "Build it with: pip install --force-reinstall --no-deps statestream (from a checkout: pip install .)"
+        ) from error
+
+
+_cpu = _native("_cpu")
+
+
+class Formats(NamedTuple):
+    """Format codes of what one call reads and writes; NONE for a master that is not there."""
+
+    param: int
+    grad: int
+    exp_avg: int
+    exp_avg_sq: int
+    master: int
+
+
+@dataclass(frozen=True)
+class AdamOptions:
+    """A param group's settings, as numbers."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    bias_correction: bool
+    maximize: bool
+
+
+def format_of(tensor: Tensor) -> int:
+    """The code of a tensor's dtype; KeyError for a dtype that no kernel stores."""
+    return _CODES[tensor.dtype]
+
+
+def num_threads() -> int:
+    """CPU threads a call may use: STATESTREAM_NUM_THREADS, or else torch's intra-op count."""
+    wanted = os.environ.get("STATESTREAM_NUM_THREADS")
+    return int(wanted) if wanted else torch.get_num_threads()
+
+
+def row(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, step: Tensor
+) -> tuple[int, ...]:
+    """One row: the addresses of tensors that hold the same elements in the same order."""
+    return (
+        param.numel(),
+        param.data_ptr(),
+        grad.data_ptr(),
+        exp_avg.data_ptr(),
+        exp_avg_sq.data_ptr(),
+        0 if master is None else master.data_ptr(),
+        step.data_ptr(),
+        0,
+    )
+
+
+def has_adam(device: torch.device, formats: Formats) -> bool:
+    """Whether the device has a kernel for these formats."""
+    return _module_for(device).has_adam(tuple(formats))
+
+
+def adam(
+    device: torch.device,
+    rows: array,
+    formats: Formats,
+    options: AdamOptions,
+    *,
+    grad_scale: float = 1.0,
+    advance: bool = True,
+    threads: int | None = None,
+) -> None:
+    """Updates every row in place, once.
+
+    `rows` is an array('q') of ROW_WORDS a row. `grad_scale` divides the gradients. `advance` adds one
+    to each row's step counter first; without it the counters are used as they stand, for callers that
+    update one parameter in several calls.
+    """
+    _module_for(device).adam(
+        rows,
+        tuple(formats),
+        lr=options.lr,
+        beta1=options.beta1,
+        beta2=options.beta2,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        decoupled=options.decoupled,
+        bias_correction=options.bias_correction,
+        maximize=options.maximize,
+        grad_scale=grad_scale,
+        advance=advance,
+        threads=threads or num_threads(),
+    )
+
+
+def decode(state: Tensor, out: Tensor) -> None:
+    """Writes the FP32 values of a contiguous 1-D slice of a state into `out`, same device, same count."""
+    _check_slice(state, out)
+    _module_for(state.device).decode(
+        format_of(state), state.data_ptr(), out.data_ptr(), state.numel(), num_threads()
+    )
+
+
+def encode(values: Tensor, state: Tensor) -> None:
+    """Writes FP32 `values` into a contiguous 1-D slice of a state, rounding to its format."""
+    _check_slice(state, values)
+    _module_for(state.device).encode(
+        format_of(state), values.data_ptr(), state.data_ptr(), state.numel(), num_threads()
+    )
+
+
+def refresh_master(param: Tensor, master: Tensor) -> None:
+    """Where the FP32 master does not round to the BF16 parameter, the parameter's value replaces it."""
+    _module_for(param.device).refresh_master(
+        param.data_ptr(), master.data_ptr(), param.numel(), num_threads()
+    )
+
+
+def _check_slice(state: Tensor, values: Tensor) -> None:
+    if values.dtype is not torch.float32 or values.numel() != state.numel() or values.device != state.device:
+        raise ValueError(
+            f"a slice of {state.numel()} elements on {state.device} is converted from or to as many FP32 "
+            f"values there, not {values.numel()} of {values.dtype} on {values.device}"
+        )
+
+
+def _module_for(device: torch.device):
+    if device.type == "cpu":
+        return _cpu
+    raise RuntimeError(f"statestream has no kernels for tensors on {device}")
