@@ -21,7 +21,6 @@ __all__ = [
     "AdamOptions",
     "Formats",
     "adam",
-    "advance_steps",
     "decode",
     "encode",
     "format_of",
@@ -145,9 +144,7 @@ def adam(
 def decode(state: Tensor, out: Tensor) -> None:
     """Writes the FP32 values of a contiguous 1-D slice of a state into `out`, same device, same count."""
     _check_slice(state, out)
-    _module_for(state.device).decode(
-        format_of(state), state.data_ptr(), out.data_ptr(), state.numel(), num_threads()
-    )
+    _module_for(state.device).decode(format_of(state), state.data_ptr(), out.data_ptr(), state.numel(), num_threads())
 
 
 def encode(values: Tensor, state: Tensor) -> None:
@@ -160,9 +157,7 @@ def encode(values: Tensor, state: Tensor) -> None:
 
 def refresh_master(param: Tensor, master: Tensor) -> None:
     """Where the FP32 master does not round to the BF16 parameter, the parameter's value replaces it."""
-    _module_for(param.device).refresh_master(
-        param.data_ptr(), master.data_ptr(), param.numel(), num_threads()
-    )
+    _module_for(param.device).refresh_master(param.data_ptr(), master.data_ptr(), param.numel(), num_threads())
 
 
 def _check_slice(state: Tensor, values: Tensor) -> None:

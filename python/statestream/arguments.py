@@ -1,0 +1,96 @@
+"""Arguments at the door: each bad one is one error that names it and says what would do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_dtype", "as_number", "check_group_options", "check_param"]
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16)
+MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+MASTER_DTYPES = (torch.float32,)
+
+_SHORT_NAMES = {
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "fp8": torch.uint8,
+}
+
+
+def as_dtype(name: str, value: torch.dtype | str, supported: tuple[torch.dtype, ...]) -> torch.dtype:
+    """`value` as one of the supported dtypes; strings as config files hold them: "torch.bfloat16",
+    "bfloat16", "bf16"."""
+    dtype: Any = value
+    if isinstance(value, str):
+        plain = value.strip().lower().removeprefix("torch.")
+        dtype = _SHORT_NAMES.get(plain, getattr(torch, plain, None))
+    if not isinstance(dtype, torch.dtype) or dtype not in supported:
+        raise ValueError(f"{name}: {value!r} is not supported; use {_join(supported)}")
+    return dtype
+
+
+def as_number(value: float | Tensor) -> float:
+    """A number, also out of a tensor of one element on any device."""
+    return float(value.item()) if isinstance(value, Tensor) else float(value)
+
+
+def check_group_options(group: dict[str, Any], where: str = "") -> None:
+    """Raises ValueError for settings with which Adam would silently go wrong."""
+
+    def refuse(name: str, value: Any, wanted: str) -> None:
+        raise ValueError(f"{name}{where}: {value!r} is not valid; it must be {wanted}")
+
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        refuse("lr", lr, "a number or a tensor of one element")
+    readable = not (isinstance(lr, Tensor) and lr.device.type != "cpu")  # reading it would synchronise
+    if readable and not _finite_from_zero(lr):
+        refuse("lr", lr, "finite and at least 0")
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        refuse("betas", betas, "a pair of numbers")
+    for beta in betas:
+        if not _is_number(beta) or not 0.0 <= as_number(beta) < 1.0:
+            refuse("betas", betas, "two numbers from 0 up to, not including, 1")
+    for name in ("eps", "weight_decay"):
+        if not _finite_from_zero(group[name]):
+            refuse(name, group[name], "finite and at least 0")
+    if group.get("amsgrad"):
+        raise RuntimeError(
+            f"amsgrad{where}: FusedAdam does not support the AMSGrad variant; use torch.optim.AdamW for it"
+        )
+
+
+def check_param(param: Tensor, name: str) -> None:
+    """Raises for a parameter that no kernel updates."""
+    if param.is_complex():
+        raise ValueError(f"{name}: complex parameters ({param.dtype}) are not supported; give torch.view_as_real of it")
+    if param.layout is not torch.strided:
+        raise ValueError(f"{name}: layout {param.layout} is not supported; use a dense parameter")
+    if param.dtype not in PARAM_DTYPES:
+        raise ValueError(f"{name}: parameters of {param.dtype} are not supported; use {_join(PARAM_DTYPES)}")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (int, float)) or hasattr(value, "__float__")
+
+
+def _finite_from_zero(value: Any) -> bool:
+    if not _is_number(value):
+        return False
+    number = as_number(value)
+    return math.isfinite(number) and number >= 0.0
+
+
+def _join(dtypes: tuple[torch.dtype, ...]) -> str:
+    names = [str(dtype) for dtype in dtypes]
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]

@@ -1,0 +1,401 @@
+"""FusedAdam: Adam and AdamW in one pass over parameters, gradients, moments and masters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream import kernels
+from statestream.arguments import (
+    MASTER_DTYPES,
+    MOMENT_DTYPES,
+    as_dtype,
+    as_number,
+    check_group_options,
+    check_param,
+)
+from statestream.export import export_on_device, export_to_host, unscaled
+from statestream.kernels import AdamOptions
+from statestream.moments import MASTER, STEP, StateFormat
+from statestream.promised_state import PromisedState
+from statestream.state_dict import FORMAT_VERSION, LoadPlan, pack_groups, plan_load, update_group
+from statestream.step_table import Call, StepTable
+from statestream.tensors import local_of
+from statestream.transfer import Loader
+
+__all__ = ["FusedAdam"]
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam and AdamW with small state, a fused step and a checkpoint export of bounded memory.
+
+    A drop-in for ``torch.optim.AdamW`` and for Transformer Engine's ``FusedAdam``. The update is that of
+    Kingma & Ba 2015 with the decoupled weight decay of Loshchilov & Hutter 2019, all in FP32, whatever
+    the state is stored in; the same bits on CPU and CUDA, for any number of threads and any sharding.
+
+    Args:
+        params: parameters, ``(name, parameter)`` pairs or group dicts; float32 or bfloat16, dense.
+        lr: learning rate, a number or a tensor of one element (copied, one for each group).
+        betas, eps, weight_decay: as in ``torch.optim.AdamW``. Note that weight_decay defaults to 0.
+        amsgrad: refused.
+        bias_correction: divide the moments by ``1 - beta**step``.
+        adam_w_mode: True: weight decay on the weight (AdamW); False: added to the gradient (Adam, L2).
+        capturable: lr and step counters are tensors on the parameter's device, for CUDA graphs.
+        master_weights: keep FP32 masters of bfloat16 parameters. Without, BF16 weights are updated in
+            place and updates below half a unit in their last place are lost.
+        master_weight_dtype: torch.float32.
+        exp_avg_dtype, exp_avg_sq_dtype: how the moments are stored: torch.float32 or torch.bfloat16, also
+            as a string ("torch.bfloat16", "bf16").
+        use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``; it may have another
+            dtype than the parameter.
+        store_param_remainders: instead of FP32 masters store the 16 bits that a BF16 weight lacks; 2
+            bytes an element less. Needs master_weights=True.
+        set_grad_none: deprecated; pass set_to_none to zero_grad.
+        state_dict_cpu_offload: ``state_dict()`` makes FP32 copies in host memory, one state after
+            another, needing `export_staging_bytes` of device memory rather than 8 bytes an element.
+        export_staging_bytes: device memory of an export or a load, in bytes; freed after each.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ValueError: an argument is out of range, or a dtype is not supported.
+        RuntimeError: amsgrad, capturable with remainders, sparse gradients.
+
+    State of parameter p, ``optimizer.state[p]``, made when first read: ``exp_avg``, ``exp_avg_sq`` and
+    perhaps ``master_param`` (shaped and sharded as p), and ``step`` (0-dim float32, counts p's updates).
+    ``state_dict()`` holds the moments and FP32 masters as float32, remainders as int16.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and leaves grads alone
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype | str = torch.float32,
+        exp_avg_dtype: torch.dtype | str = torch.float32,
+        exp_avg_sq_dtype: torch.dtype | str = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+        state_dict_cpu_offload: bool = False,
+        export_staging_bytes: int = 64 * 1024 * 1024,
+        maximize: bool = False,
+    ):
+        if store_param_remainders and not master_weights:
+            raise ValueError("store_param_remainders=True needs master_weights=True")
+        if store_param_remainders and capturable:
+            raise RuntimeError("capturable=True does not support store_param_remainders=True; use FP32 masters")
+        if isinstance(export_staging_bytes, bool) or int(export_staging_bytes) < 1:
+            raise ValueError(f"export_staging_bytes: {export_staging_bytes!r} is not valid; give a number of bytes")
+        self.form = StateFormat(
+            exp_avg=as_dtype("exp_avg_dtype", exp_avg_dtype, MOMENT_DTYPES),
+            exp_avg_sq=as_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, MOMENT_DTYPES),
+            master_weights=bool(master_weights),
+            remainders=bool(store_param_remainders),
+            step_on_device=bool(capturable),
+        )
+        self.exp_avg_dtype, self.exp_avg_sq_dtype = self.form.exp_avg, self.form.exp_avg_sq
+        self.master_weight_dtype = as_dtype("master_weight_dtype", master_weight_dtype, MASTER_DTYPES)
+        self.master_weights = bool(master_weights)
+        self.store_param_remainders = bool(store_param_remainders)
+        self.adam_w_mode = bool(adam_w_mode)
+        self.capturable = bool(capturable)
+        self.use_decoupled_grad = bool(use_decoupled_grad)
+        self.state_dict_cpu_offload = bool(state_dict_cpu_offload)
+        self.export_staging_bytes = int(export_staging_bytes)
+        self.set_grad_none = set_grad_none
+        if set_grad_none is not None:
+            warnings.warn(
+                "set_grad_none is deprecated; pass set_to_none to zero_grad", DeprecationWarning, stacklevel=2
+            )
+        # AdamW's keys and three more. They are fixed for good: DCP's flat load fails on a key that
+        # either side lacks.
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": bool(maximize),
+            "foreach": None,
+            "capturable": self.capturable,
+            "differentiable": False,
+            "fused": None,
+            "decoupled_weight_decay": self.adam_w_mode,
+            "bias_correction": bool(bias_correction),
+            STEP: 0,
+            "format_version": FORMAT_VERSION,
+        }
+        check_group_options(defaults)
+        self._members: set[int] = set()
+        self._table = StepTable(self.form)
+        super().__init__(params, defaults)
+        self.state = PromisedState(self._make_state)
+
+    # ---- parameters and their state ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; options and parameters are checked first, and a refused group leaves no trace."""
+        group = dict(param_group)
+        params = group["params"]
+        group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        number = len(self.param_groups)
+        check_group_options({**self.defaults, **group}, where=f" of group {number}" if number else "")
+        tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+        devices = set()
+        for i, param in enumerate(tensors):
+            if isinstance(param, Tensor):
+                check_param(param, f"parameter {i} of group {number}")
+                devices.add(param.device)
+        if len(devices) > 1:
+            raise ValueError(
+                f"group {number} has parameters on {', '.join(sorted(map(str, devices)))}; "
+                "give the parameters of each device a group of their own"
+            )
+        super().add_param_group(group)
+        added = self.param_groups[-1]
+        # A tensor of its own: two groups that share one would take each other's schedule.
+        if isinstance(added["lr"], Tensor):
+            added["lr"] = added["lr"].detach().clone()
+        if self.capturable:
+            device = local_of(added["params"][0]).device if added["params"] else torch.device("cpu")
+            added["lr"] = torch.as_tensor(added["lr"], dtype=torch.float32).to(device)
+            added[STEP] = torch.tensor(as_number(added[STEP]), dtype=torch.float32, device=device)
+
+    def _make_state(self, param: Tensor) -> dict[str, Any] | None:
+        if id(param) not in self._members:
+            self._members = {id(p) for p in self._params()}
+            if id(param) not in self._members:
+                return None
+        with torch.no_grad():
+            return self.form.make(param)
+
+    def _params(self) -> Iterable[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    # ---- the step ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **legacy: Any) -> Any:
+        """One update of every parameter that has a gradient.
+
+        `closure` reevaluates the model and returns the loss. torch's GradScaler sets ``grad_scale`` (a
+        divisor of the gradients) and ``found_inf`` on the optimizer; a nonzero found_inf skips the step
+        and counts nothing. ``grad_scaler=`` is accepted as Transformer Engine's optimizer takes it.
+        Everything is checked before anything is changed.
+        """
+        scaler = legacy.pop("grad_scaler", None)
+        if legacy:
+            raise TypeError(f"step() got an unexpected keyword argument {next(iter(legacy))!r}")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = self._scaling(scaler)
+        if found_inf is not None and as_number(found_inf):
+            return loss
+        inverse = 1.0 if grad_scale is None else as_number(grad_scale)
+        plan = [(group, self._options(group), self._calls(i)) for i, group in enumerate(self.param_groups)]
+        for group, options, calls in plan:
+            for call in calls:
+                kernels.adam(call.device, call.rows, call.formats, options, grad_scale=inverse)
+                self._table.updated(call.params)
+            group[STEP] += 1
+        return loss
+
+    def _scaling(self, scaler: Any) -> tuple[Tensor | None, Tensor | None]:
+        """The divisor of the gradients and whether to skip, by torch's convention or the peer's."""
+        if scaler is None:
+            return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        found = scaler._check_inf_per_device(self)
+        return scaler._get_scale_async(), sum(t.cpu() for t in found.values()) if found else None
+
+    def _options(self, group: dict[str, Any]) -> AdamOptions:
+        beta1, beta2 = group["betas"]
+        return AdamOptions(
+            lr=as_number(group["lr"]),
+            beta1=as_number(beta1),
+            beta2=as_number(beta2),
+            eps=as_number(group["eps"]),
+            weight_decay=as_number(group["weight_decay"]),
+            decoupled=bool(group["decoupled_weight_decay"]),
+            bias_correction=bool(group["bias_correction"]),
+            maximize=bool(group["maximize"]),
+        )
+
+    def _calls(self, number: int) -> list[Call]:
+        group = self.param_groups[number]
+        names = group.get("param_names")
+
+        def name_of(i: int) -> str:
+            return f"'{names[i]}'" if names else f"parameter {i} of group {number}"
+
+        return self._table.calls(group["params"], self.state, self._grad_of, name_of)
+
+    def _grad_of(self, param: Tensor) -> Tensor | None:
+        if self.use_decoupled_grad:
+            return getattr(param, "decoupled_grad", None)
+        return param.grad
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As in torch; with use_decoupled_grad it clears ``decoupled_grad``."""
+        if set_to_none is None:
+            set_to_none = True if self.set_grad_none is None else self.set_grad_none
+        elif self.set_grad_none not in (None, set_to_none):
+            raise ValueError(
+                f"zero_grad(set_to_none={set_to_none}) contradicts set_grad_none={self.set_grad_none} "
+                "of the constructor"
+            )
+        if not self.use_decoupled_grad:
+            super().zero_grad(set_to_none=set_to_none)
+            return
+        for param in self._params():
+            if set_to_none:
+                param.decoupled_grad = None
+            elif getattr(param, "decoupled_grad", None) is not None:
+                param.decoupled_grad.detach_().zero_()
+
+    @torch.no_grad()
+    def refresh_masters(self) -> None:
+        """Brings FP32 masters back to weights that were written through ``.data``, which leaves no
+        trace; every other write is noticed by the next step itself. Where a master still rounds to its
+        weight it stays."""
+        for param in self._params():
+            state = self.state.get(param)
+            master = None if state is None else state.get(MASTER)
+            if master is not None and master.dtype is torch.float32:
+                self.form.follow(param, state)
+                kernels.refresh_master(local_of(param), local_of(state[MASTER]))
+                self._table.remember(param)
+
+    # ---- checkpoints ----
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The state of every parameter that is trained or has been, moments and masters as float32.
+
+        With state_dict_cpu_offload a snapshot in host memory; without, tensors on the parameter's device,
+        those that are stored as float32 the live ones. DTensors stay DTensors, sharded as the parameter.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        groups, params = pack_groups(self.param_groups, snapshot=self.state_dict_cpu_offload)
+        self._complete_state()
+        index = {
+            id(p): i
+            for g, packed in zip(self.param_groups, groups, strict=True)
+            for p, i in zip(g["params"], packed["params"], strict=True)
+        }
+        kept = [param for param in params if param in self.state]
+        states = [self.state[param] for param in kept]
+        if self.state_dict_cpu_offload:
+            exported = export_to_host(states, self.form, self.export_staging_bytes)
+        else:
+            exported = export_on_device(states, self.form)
+        packed_state: dict[Any, Any] = {index[id(p)]: s for p, s in zip(kept, exported, strict=True)}
+        packed_state.update((k, v) for k, v in self.state.items() if not isinstance(k, Tensor))
+        state_dict: dict[str, Any] = {"state": packed_state, "param_groups": groups}
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        return state_dict
+
+    def _complete_state(self) -> None:
+        """State of exactly the members: of parameters replaced since gone, of trained ones there, so that
+        every rank has the same keys."""
+        members = {id(p) for p in self._params()}
+        for key in [k for k in self.state if isinstance(k, Tensor) and id(k) not in members]:
+            del self.state[key]
+            self._table.forget(key)
+        for param in self._params():
+            if param.requires_grad or param in self.state:
+                self.form.follow(param, self.state[param])
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads in place: the state keeps its dtypes, device and addresses, whatever the dict holds.
+
+        Takes dicts of FusedAdam, torch.optim.AdamW and Adam, and Transformer Engine's FusedAdam. A
+        parameter that the dict has no state for starts anew; a master that it lacks is made from the
+        parameter.
+
+        Raises:
+            ValueError: something does not fit, naming the parameter and the key. Nothing was changed (on
+                this rank: no other rank is asked).
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        try:
+            plan = plan_load(state_dict, self.param_groups, self.form)
+        except (ValueError, RuntimeError) as error:
+            raise type(error)(f"{error}; nothing was loaded on this rank") from error
+        self._write(plan)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _write(self, plan: LoadPlan) -> None:
+        loader = Loader(self.export_staging_bytes)
+        for load in plan.params:
+            self._table.forget(load.param)
+            if load.values is None:
+                self.state.pop(load.param, None)
+                continue
+            state = self.state[load.param]
+            self.form.follow(load.param, state)
+            state[STEP].fill_(load.step)
+            for name, values in load.values.items():
+                loader.copy(values, local_of(state[name]))
+            if MASTER in state and MASTER not in load.values:
+                state[MASTER] = self.form.make(load.param)[MASTER]
+        for group, loaded in zip(self.param_groups, plan.groups, strict=True):
+            update_group(group, loaded)
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """A state as FP32 (remainders as int16): the live tensor where it is stored so, else a copy."""
+        return unscaled(self.state[param][state_name], self.form)
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Writes FP32 values (int16 remainders) into a state, in place, rounding to how it is stored."""
+        state = self.state[param]
+        if state_name not in state or state_name == STEP:
+            raise ValueError(f"state_name: {state_name!r} is not a state of this parameter; it has {sorted(state)}")
+        wanted = self.form.exported_dtype(state[state_name].dtype)
+        if unscaled_state.dtype is not wanted or unscaled_state.shape != param.shape:
+            raise ValueError(
+                f"{state_name}: expected {wanted} of shape {tuple(param.shape)}, found {unscaled_state.dtype} "
+                f"of {tuple(unscaled_state.shape)}"
+            )
+        Loader(self.export_staging_bytes).copy(local_of(unscaled_state.detach()), local_of(state[state_name]))
+
+    # ---- deepcopy and pickle ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's own keeps only defaults, state and groups.
+        hidden = ("_table", "_members")
+        return {k: v for k, v in self.__dict__.items() if k not in hidden and not k.startswith("_optimizer_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._members = set()
+        self._table = StepTable(self.form)
+        if isinstance(self.state, PromisedState):
+            self.state.make = self._make_state

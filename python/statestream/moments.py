@@ -1,0 +1,94 @@
+"""How a parameter's state is stored: names, dtypes, layout, and its making and following."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream.tensors import is_fake, local_of, same_layout
+
+__all__ = ["MASTER", "MOMENTS", "STEP", "StateFormat"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master_param"
+STEP = "step"
+
+
+@dataclass(frozen=True)
+class StateFormat:
+    """What FusedAdam's arguments say of the state."""
+
+    exp_avg: torch.dtype = torch.float32
+    exp_avg_sq: torch.dtype = torch.float32
+    master_weights: bool = False
+    remainders: bool = False
+    step_on_device: bool = False
+
+    def dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
+        """Stored dtype of each tensor shaped like the parameter. A float32 parameter is its own master."""
+        dtypes = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        if self.master_weights and param.dtype is not torch.float32:
+            dtypes[MASTER] = torch.int16 if self.remainders else torch.float32
+        return dtypes
+
+    def exported_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """Remainders are bits and leave as they are; every number leaves as FP32."""
+        return stored if stored is torch.int16 else torch.float32
+
+    def make(self, param: Tensor) -> dict[str, Any]:
+        """New state: zero moments, the master at the parameter's value, step 0.
+
+        Tensors are laid out as the parameter is, on its device and mesh; `step` is a 0-dim float32.
+        """
+        step_device = local_of(param).device if self.step_on_device else "cpu"
+        state: dict[str, Any] = {STEP: torch.zeros((), dtype=torch.float32, device=step_device)}
+        for name, dtype in self.dtypes(param).items():
+            state[name] = self._new(param, name, dtype)
+        return state
+
+    def follow(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Brings existing state to where the parameter is now.
+
+        A parameter's data moves under it: `model.to(device)`, `to_empty`, a memory format, a dtype that
+        needs a master or no longer does. Values are kept, but for state of a parameter that had no data.
+        """
+        dtypes = self.dtypes(param)
+        target = local_of(param)
+        for name in [n for n in state if n == MASTER and n not in dtypes]:
+            del state[name]
+        for name, dtype in dtypes.items():
+            old = state.get(name)
+            if old is None:
+                state[name] = self._new(param, name, dtype)
+                continue
+            local = local_of(old)
+            if local.device == target.device and local.dtype is dtype and same_layout(local, target):
+                continue
+            new = self._new(param, name, dtype)
+            if old.shape == param.shape and not (is_fake(local) and not is_fake(target)):
+                _copy_values(old, new)
+            state[name] = new
+        if STEP not in state:
+            state[STEP] = torch.zeros((), dtype=torch.float32)
+        step_device = target.device if self.step_on_device else torch.device("cpu")
+        if state[STEP].device != step_device:
+            old_step = state[STEP]
+            state[STEP] = torch.zeros((), dtype=torch.float32, device=step_device)
+            if not is_fake(old_step):
+                state[STEP].copy_(old_step)
+
+    @staticmethod
+    def _new(param: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        if name == MASTER and dtype is torch.float32:
+            return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(param.detach())
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+
+
+def _copy_values(old: Tensor, new: Tensor) -> None:
+    """By local parts where both have the same share: no collective, and no DTensor across devices."""
+    a, b = local_of(old), local_of(new)
+    if a.shape == b.shape:
+        b.copy_(a)

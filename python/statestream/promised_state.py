@@ -1,0 +1,38 @@
+"""`optimizer.state` that makes a parameter's state when it is first read."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["PromisedState"]
+
+
+class PromisedState(defaultdict):
+    """State of every group member, present as soon as anyone looks.
+
+    It is true from the start, when it is still empty: DCP takes a false state for a reason to run a step
+    of its own with zero gradients, which would leave every counter at 1. And since a look makes the
+    state, a checkpoint of a fresh optimizer is complete, and a load into one drops nothing.
+
+    `make(param)` returns a member's new state, or None for a key that is no member.
+    """
+
+    def __init__(self, make: Callable[[Tensor], dict[str, Any] | None] | None = None):
+        super().__init__(dict)
+        self.make = make
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        made = self.make(key) if self.make is not None and isinstance(key, Tensor) else None
+        self[key] = made if made is not None else {}
+        return self[key]
+
+    def __reduce__(self):
+        # The owner's method stays behind; the owner's copy binds its own (Optimizer.__setstate__).
+        return (PromisedState, (), None, None, iter(self.items()))

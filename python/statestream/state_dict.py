@@ -1,0 +1,211 @@
+"""torch's state-dict protocol for an optimizer whose state is not kept as it is saved.
+
+torch.optim.Optimizer's own methods run the hooks around unconverted state, and its load casts every
+state to the parameter's dtype. Here the hooks see what is saved, and a load is checked as a whole
+before anything is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream.arguments import check_group_options
+from statestream.moments import MASTER, MOMENTS, STEP, StateFormat
+from statestream.tensors import is_dtensor, local_of
+
+__all__ = ["FORMAT_VERSION", "LoadPlan", "pack_groups", "plan_load", "update_group"]
+
+FORMAT_VERSION = 1
+
+_OWN_KEYS = frozenset(
+    ("params", "capturable", "foreach", "fused", "differentiable", "decoupled_weight_decay", "format_version")
+)
+"""Group keys that say how this optimizer runs: a checkpoint does not change them."""
+
+
+def pack_groups(groups: list[dict[str, Any]], snapshot: bool) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    """Groups with parameters as indices, as torch numbers them, and the parameters in that order."""
+    index: dict[int, int] = {}
+    params: list[Tensor] = []
+    packed_groups = []
+    start = 0
+    for group in groups:
+        packed = {k: v for k, v in group.items() if k != "params"}
+        if snapshot:
+            packed = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in packed.items()}
+        for i, param in enumerate(group["params"], start):
+            if id(param) not in index:
+                index[id(param)] = i
+                params.append(param)
+        packed["params"] = [index[id(param)] for param in group["params"]]
+        start += len(group["params"])
+        packed_groups.append(packed)
+    return packed_groups, params
+
+
+@dataclass
+class ParamLoad:
+    """What one parameter's state becomes. `values` is None where the checkpoint has no state for it."""
+
+    param: Tensor
+    values: dict[str, Tensor] | None
+    step: float = 0.0
+
+
+@dataclass
+class LoadPlan:
+    params: list[ParamLoad] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+def plan_load(state_dict: dict[str, Any], groups: list[dict[str, Any]], form: StateFormat) -> LoadPlan:
+    """Checks a whole state dict against the optimizer and says what to write; writes nothing.
+
+    Takes FusedAdam's own dict, torch.optim.AdamW's and Adam's, and Transformer Engine's, whose only
+    count is the group's `step`; keyed by index or, as DCP leaves it, by parameter name.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"the state dict has no {key!r}; expected 'state' and 'param_groups'")
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(f"the state dict has {len(saved_groups)} parameter groups, the optimizer has {len(groups)}")
+    plan = LoadPlan()
+    seen: set[int] = set()
+    for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"group {number}: the state dict has {len(saved['params'])} parameters, "
+                f"the optimizer has {len(group['params'])}"
+            )
+        plan.groups.append(_checked_group(saved, group, number))
+        names = saved.get("param_names") or group.get("param_names") or saved["params"]
+        for key, name, param in zip(saved["params"], names, group["params"], strict=True):
+            if id(param) in seen:
+                continue
+            seen.add(id(param))
+            state = state_dict["state"].get(key)
+            plan.params.append(_checked_state(state, saved.get(STEP), param, _label(name), form))
+    return plan
+
+
+def update_group(group: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Takes over a checked group's settings. A tensor stays the tensor it is: CUDA graphs hold it."""
+    for key, value in loaded.items():
+        live = group.get(key)
+        if isinstance(live, Tensor):
+            live.copy_(torch.as_tensor(value, dtype=live.dtype).reshape(live.shape))
+        elif isinstance(value, Tensor):
+            group[key] = value.item() if key in ("lr", STEP) and live is not None else value.detach().clone()
+        else:
+            group[key] = copy.deepcopy(value)
+        if key == STEP and not isinstance(live, Tensor):
+            group[key] = int(group[key])
+
+
+def _label(name: Any) -> str:
+    return f"parameter {name}" if isinstance(name, int) else f"'{name}'"
+
+
+def _checked_group(saved: dict[str, Any], group: dict[str, Any], number: int) -> dict[str, Any]:
+    loaded = {key: value for key, value in saved.items() if key not in _OWN_KEYS}
+    if isinstance(loaded.get("betas"), list):
+        loaded["betas"] = tuple(loaded["betas"])
+    version = saved.get("format_version")
+    if version is not None and _count(version, f"format_version of group {number}") > FORMAT_VERSION:
+        raise ValueError(
+            f"group {number}: the checkpoint has format_version {version}, this statestream reads up to "
+            f"{FORMAT_VERSION}; update statestream"
+        )
+    if loaded.get(STEP) is not None:
+        _count(loaded[STEP], f"step of group {number}")
+    else:
+        loaded.pop(STEP, None)
+    check_group_options({**group, **loaded}, where=f" of group {number} in the state dict")
+    return loaded
+
+
+def _checked_state(state: Any, group_step: Any, param: Tensor, label: str, form: StateFormat) -> ParamLoad:
+    # DCP's flat load gives {} for a key that the checkpoint lacks.
+    present = {k: v for k, v in (state or {}).items() if v is not None and not (isinstance(v, dict) and not v)}
+    if not present:
+        return ParamLoad(param, None)
+    dtypes = form.dtypes(param)
+    unknown = sorted(set(present) - {STEP, *MOMENTS, MASTER})
+    if unknown:
+        raise ValueError(f"{label}: the state dict has {unknown[0]!r}, which is no state of Adam")
+    values = {}
+    for name in dtypes:
+        if name not in present:
+            if name == MASTER:
+                continue  # made from the parameter
+            raise ValueError(f"{name} of {label} is missing from the state dict")
+        values[name] = _checked_value(present[name], name, dtypes[name], param, label)
+    step = present.get(STEP, group_step)
+    if step is None:
+        raise ValueError(f"step of {label} is missing from the state dict, and its group has none")
+    return ParamLoad(param, values, _count(step, f"step of {label}"))
+
+
+def _checked_value(value: Any, name: str, dtype: torch.dtype, param: Tensor, label: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} of {label}: expected a tensor, found {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{name} of {label}: layout {value.layout} cannot be read")
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{name} of {label}: shape {tuple(value.shape)} in the state dict, {tuple(param.shape)} in the optimizer"
+        )
+    if (dtype is torch.int16) != (value.dtype is torch.int16) or not (
+        value.dtype is torch.int16 or value.is_floating_point()
+    ):
+        wanted = "int16 remainders" if dtype is torch.int16 else "floating-point values"
+        raise ValueError(
+            f"{name} of {label}: {value.dtype} in the state dict, {wanted} wanted; build the optimizer with "
+            f"store_param_remainders={value.dtype is torch.int16} to read it"
+        )
+    return local_share(value, param, name, label)
+
+
+def local_share(value: Tensor, param: Tensor, name: str, label: str) -> Tensor:
+    """This rank's part of `value`, laid over the parameter's local tensor; no communication."""
+    if is_dtensor(value):
+        if not is_dtensor(param):
+            raise ValueError(f"{name} of {label}: a DTensor cannot be loaded into a plain parameter")
+        if tuple(value.placements) != tuple(param.placements) or value.device_mesh.shape != param.device_mesh.shape:
+            raise ValueError(
+                f"{name} of {label}: placements {value.placements} on a mesh of {tuple(value.device_mesh.shape)} "
+                f"in the state dict, {param.placements} on {tuple(param.device_mesh.shape)} in the optimizer; "
+                "load it through torch.distributed.checkpoint, which reshards"
+            )
+    elif is_dtensor(param):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value.detach(), param.device_mesh, param.placements, src_data_rank=None)
+    local = local_of(value)
+    if local.shape != local_of(param).shape:
+        raise ValueError(
+            f"{name} of {label}: local shape {tuple(local.shape)} in the state dict, "
+            f"{tuple(local_of(param).shape)} in the optimizer"
+        )
+    return local.detach()
+
+
+def _count(value: Any, what: str) -> float:
+    """A step count out of any of the forms it is saved in: int, float, tensor of one element."""
+    try:
+        if isinstance(value, Tensor):
+            number = float(local_of(value).item()) if value.numel() == 1 else math.nan
+        else:
+            number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number) or number < 0 or number != math.floor(number):
+        raise ValueError(f"{what}: {value!r} is not a count of steps")
+    return number

@@ -1,0 +1,69 @@
+"""What the rest asks of a tensor: its local part, its layout, a tensor like it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["copy_version", "flat", "is_dense", "is_fake", "local_of", "same_layout"]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """A DTensor's local tensor; any other tensor itself. Call it without grad mode."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    return type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh")
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor has no data: FakeTensorMode, or the meta device."""
+    if tensor.device.type == "meta":
+        return True
+    if type(tensor) in _PLAIN and not hasattr(tensor, "fake_mode"):
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    if tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape hold the same index at the same place. The stride of a dimension
+    of size 1 says nothing."""
+    if a.shape != b.shape:
+        return False
+    if a.stride() == b.stride() or a.numel() == 0:
+        return True
+    return all(size == 1 or x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor as one dimension, in memory order; a view."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def copy_version(tensor: Tensor) -> int | None:
+    """How often autograd saw the tensor written; None where it does not count (inference mode)."""
+    return None if tensor.is_inference() else tensor._version
