@@ -7,6 +7,7 @@
 
 #include "../table_arguments.h"
 #include "adam.h"
+#include "gather.h"
 
 namespace py = pybind11;
 using namespace statestream;
@@ -125,4 +126,14 @@ PYBIND11_MODULE(_cpu, m) {
       },
       py::arg("weight"), py::arg("master"), py::arg("n"), py::arg("threads"),
       "Sets the FP32 master to the BF16 weight where it does not round to it.");
+
+  m.def(
+      "gather",
+      [](const py::capsule &exchange, const py::list &params, const py::str &grad_name, const py::object &states,
+         const py::tuple &tensor_types, int32_t exp_avg, int32_t exp_avg_sq, int32_t master, bool step_on_device) {
+        return gather(exchange, params, grad_name, states, tensor_types, {exp_avg, exp_avg_sq, master, step_on_device});
+      },
+      py::arg("exchange"), py::arg("params"), py::arg("grad_name"), py::arg("states"), py::arg("tensor_types"),
+      py::kw_only(), py::arg("exp_avg"), py::arg("exp_avg_sq"), py::arg("master"), py::arg("step_on_device"),
+      "Rows of the parameters that are plain tensors; see gather.h.");
 }

@@ -212,8 +212,9 @@ class FusedAdam(torch.optim.Optimizer):
         plan = [(group, self._options(group), self._calls(i)) for i, group in enumerate(self.param_groups)]
         for group, options, calls in plan:
             for call in calls:
+                self._table.refresh(call, self.state)
                 kernels.adam(call.device, call.rows, call.formats, options, grad_scale=inverse)
-                self._table.updated(call.params)
+                self._table.updated(call)
             group[STEP] += 1
         return loss
 
@@ -244,12 +245,8 @@ class FusedAdam(torch.optim.Optimizer):
         def name_of(i: int) -> str:
             return f"'{names[i]}'" if names else f"parameter {i} of group {number}"
 
-        return self._table.calls(group["params"], self.state, self._grad_of, name_of)
-
-    def _grad_of(self, param: Tensor) -> Tensor | None:
-        if self.use_decoupled_grad:
-            return getattr(param, "decoupled_grad", None)
-        return param.grad
+        grad_name = "decoupled_grad" if self.use_decoupled_grad else "grad"
+        return self._table.calls(group["params"], self.state, grad_name, name_of)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As in torch; with use_decoupled_grad it clears ``decoupled_grad``."""

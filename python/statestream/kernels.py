@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ __all__ = [
     "decode",
     "encode",
     "format_of",
+    "gather",
     "has_adam",
     "num_threads",
     "refresh_master",
@@ -34,6 +36,11 @@ NONE, FLOAT32, BFLOAT16, REMAINDER = 0, 1, 2, 3
 """Codes of number_formats.h."""
 
 _CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int16: REMAINDER}
+
+_EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+"""torch's table of C functions for reading a tensor's address and layout; torch 2.9 has none."""
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_DLPACK_CPU, _DLPACK_CUDA = 1, 2
 
 ROW_WORDS = 8
 """64-bit words of one row (tensor_table.h): numel, param, grad, exp_avg, exp_avg_sq, master, step, spare."""
@@ -101,6 +108,46 @@ def row(
         step.data_ptr(),
         0,
     )
+
+
+def gather(
+    params: list[Tensor],
+    grad_name: str,
+    states: Mapping[Tensor, dict],
+    *,
+    exp_avg: torch.dtype,
+    exp_avg_sq: torch.dtype,
+    master: torch.dtype | None,
+    step_on_device: bool,
+) -> tuple[list[tuple[torch.device, Formats, array, list[int]]], list[int]]:
+    """Rows of every parameter that is a plain contiguous tensor with a gradient and states to match.
+
+    Returns the calls to make, each (device, formats, rows, indices into `params`), and the indices of
+    parameters with a gradient that need a closer look: DTensors, other layouts, whatever is wrong.
+    Nothing is remembered between calls, so no change of a tensor can be missed. A parameter without
+    gradient is passed over, one that is listed twice is taken once.
+    """
+    if _EXCHANGE is None:
+        with_grad = {id(p): i for i, p in enumerate(params) if getattr(p, grad_name, None) is not None}
+        return [], sorted(with_grad.values())
+    found, left = _cpu.gather(
+        _EXCHANGE,
+        params,
+        grad_name,
+        states,
+        _PLAIN_TYPES,
+        exp_avg=_CODES[exp_avg],
+        exp_avg_sq=_CODES[exp_avg_sq],
+        master=NONE if master is None else _CODES[master],
+        step_on_device=step_on_device,
+    )
+    calls = []
+    for device_type, index, formats, packed, indices in found:
+        device = torch.device("cpu") if device_type == _DLPACK_CPU else torch.device("cuda", index)
+        rows = array("q")
+        rows.frombytes(packed)
+        calls.append((device, Formats(*formats), rows, indices))
+    return calls, left
 
 
 def has_adam(device: torch.device, formats: Formats) -> bool:

@@ -27,11 +27,18 @@ class StateFormat:
     remainders: bool = False
     step_on_device: bool = False
 
+    @property
+    def master_dtype(self) -> torch.dtype | None:
+        """Stored dtype of the master of a parameter that is not float32; None without masters."""
+        if not self.master_weights:
+            return None
+        return torch.int16 if self.remainders else torch.float32
+
     def dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         """Stored dtype of each tensor shaped like the parameter. A float32 parameter is its own master."""
         dtypes = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if self.master_weights and param.dtype is not torch.float32:
-            dtypes[MASTER] = torch.int16 if self.remainders else torch.float32
+        if self.master_dtype is not None and param.dtype is not torch.float32:
+            dtypes[MASTER] = self.master_dtype
         return dtypes
 
     def exported_dtype(self, stored: torch.dtype) -> torch.dtype:

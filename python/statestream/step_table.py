@@ -61,67 +61,84 @@ class StepTable:
         self,
         params: list[Tensor],
         state: dict[Tensor, dict[str, Any]],
-        grad_of: Callable[[Tensor], Tensor | None],
+        grad_name: str,
         name_of: Callable[[int], str],
     ) -> list[Call]:
         """The kernel calls that update `params`, without running them.
 
-        Parameters whose gradient is None are left out. Each is taken once, however often it is listed.
+        Parameters whose gradient (the attribute `grad_name`) is None are left out. Each is taken once,
+        however often it is listed.
         """
-        calls: dict[tuple[torch.device, Formats], Call] = {}
-        refresh: list[tuple[Tensor, Tensor]] = []
-        taken: set[int] = set()
-        device: torch.device | None = None
-        for i, param in enumerate(params):
-            grad = grad_of(param)
-            if grad is None or id(param) in taken:
-                continue
-            taken.add(id(param))
-            local = local_of(param)
-            if device is None:
-                device = local.device
-            elif local.device != device:
-                raise ValueError(
-                    f"{name_of(i)} is on {local.device}, others of its group on {device}; "
-                    "give the parameters of each device a group of their own"
-                )
-            check_param(local, name_of(i))
-            grad = self._checked_grad(param, local, grad, name_of(i))
-            tensors = state[param]
-            self.form.follow(param, tensors)
-            exp_avg, exp_avg_sq = local_of(tensors["exp_avg"]), local_of(tensors["exp_avg_sq"])
-            master = tensors.get(MASTER)
-            if master is not None:
-                master = local_of(master)
-                if master.dtype is torch.float32 and self._was_written(param, local):
-                    refresh.append((local, master))
-            formats = Formats(
-                kernels.format_of(local),
-                kernels.format_of(grad),
-                kernels.format_of(exp_avg),
-                kernels.format_of(exp_avg_sq),
-                kernels.NONE if master is None else kernels.format_of(master),
+        form = self.form
+        found, left = kernels.gather(
+            params,
+            grad_name,
+            state,
+            exp_avg=form.exp_avg,
+            exp_avg_sq=form.exp_avg_sq,
+            master=form.master_dtype,
+            step_on_device=form.step_on_device,
+        )
+        calls = {
+            (device, formats): Call(device, formats, rows, [params[i] for i in indices])
+            for device, formats, rows, indices in found
+        }
+        for i in left:
+            self._add(calls, params[i], state, getattr(params[i], grad_name), name_of(i))
+        if len({device for device, _ in calls}) > 1:
+            first, second = list(dict.fromkeys(device for device, _ in calls))[:2]
+            raise ValueError(
+                f"the group of {name_of(0)} has parameters on {first} and on {second}; "
+                "give the parameters of each device a group of their own"
             )
-            call = calls.get((device, formats))
-            if call is None:
-                call = calls[device, formats] = Call(device, formats)
-            call.rows.extend(kernels.row(local, grad, exp_avg, exp_avg_sq, master, tensors[STEP]))
-            call.params.append(param)
-            call.keep.append(grad)
-        for local, master in refresh:
-            kernels.refresh_master(local, master)
         return list(calls.values())
 
-    def updated(self, params: list[Tensor]) -> None:
-        """Says that kernels wrote these: autograd is told, and the next step knows them."""
-        written = []
-        for param in params:
+    def _add(
+        self,
+        calls: dict[tuple[torch.device, Formats], Call],
+        param: Tensor,
+        state: dict[Tensor, dict[str, Any]],
+        grad: Tensor,
+        name: str,
+    ) -> None:
+        local = local_of(param)
+        check_param(local, name)
+        grad = self._checked_grad(param, local, grad, name)
+        tensors = state[param]
+        self.form.follow(param, tensors)
+        exp_avg, exp_avg_sq = local_of(tensors["exp_avg"]), local_of(tensors["exp_avg_sq"])
+        master = None if MASTER not in tensors else local_of(tensors[MASTER])
+        formats = Formats(
+            kernels.format_of(local),
+            kernels.format_of(grad),
+            kernels.format_of(exp_avg),
+            kernels.format_of(exp_avg_sq),
+            kernels.NONE if master is None else kernels.format_of(master),
+        )
+        call = calls.setdefault((local.device, formats), Call(local.device, formats))
+        call.rows.extend(kernels.row(local, grad, exp_avg, exp_avg_sq, master, tensors[STEP]))
+        call.params.append(param)
+        call.keep.append(grad)
+
+    def refresh(self, call: Call, state: dict[Tensor, dict[str, Any]]) -> None:
+        """Brings the call's FP32 masters back to parameters that were written since the last step."""
+        if call.formats.master != kernels.FLOAT32:
+            return
+        for param in call.params:
             local = local_of(param)
-            written.extend(t for t in ((param,) if local is param else (param, local)) if not t.is_inference())
+            if self._was_written(param, local):
+                kernels.refresh_master(local, local_of(state[param][MASTER]))
+
+    def updated(self, call: Call) -> None:
+        """Says that kernels wrote these: autograd is told, and the next step knows them."""
+        params = call.params
+        written = [param for param in params if not param.is_inference()]
+        written += [local for param in written if (local := local_of(param)) is not param]
         if written:
             torch.autograd.graph.increment_version(written)
-        for param in params:
-            self.remember(param)
+        if call.formats.master == kernels.FLOAT32:
+            for param in params:
+                self.remember(param)
 
     def remember(self, param: Tensor) -> None:
         local = local_of(param)
