@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "floating_point.h"
 #include "threads.h"
 
 namespace statestream {
@@ -13,6 +14,8 @@ void advance_steps(const TensorRow *rows, int64_t n) {
 
 void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, int64_t n,
           const AdamOptions &options, double grad_scale, int threads) {
+  // The scalars too: a denormal eps would be flushed, and lr / bc1 rounded as the caller rounds.
+  const DefaultFloatingPoint environment;
   const AdamRange range = form.adam(formats);
   std::vector<AdamScalars<float>> scalars(n);
   std::vector<int64_t> first_chunk(n);

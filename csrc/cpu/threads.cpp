@@ -8,36 +8,10 @@
 #include <system_error>
 #include <thread>
 
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
+#include "floating_point.h"
 
 namespace statestream {
 namespace {
-
-// Restores the thread's rounding mode and denormal handling (torch.set_flush_denormal changes them).
-class DefaultFloatingPoint {
-#if defined(__x86_64__)
-  unsigned saved_ = _mm_getcsr();
-
- public:
-  DefaultFloatingPoint() { _mm_setcsr(0x1f80); }  // the value at program start
-  ~DefaultFloatingPoint() { _mm_setcsr(saved_); }
-#elif defined(__aarch64__)
-  uint64_t saved_;
-
- public:
-  DefaultFloatingPoint() {
-    __asm__ volatile("mrs %0, fpcr" : "=r"(saved_));
-    __asm__ volatile("msr fpcr, %0" ::"r"(uint64_t{0}));
-  }
-  ~DefaultFloatingPoint() { __asm__ volatile("msr fpcr, %0" ::"r"(saved_)); }
-#else
- public:
-  DefaultFloatingPoint() {}
-  ~DefaultFloatingPoint() {}
-#endif
-};
 
 class Pool {
  public:
