@@ -1,0 +1,1 @@
+"""State in host memory, streamed through the device in chunks."""

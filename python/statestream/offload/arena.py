@@ -1,0 +1,64 @@
+"""Host memory for state: one contiguous block a kind, in which every parameter's state is a view.
+
+A *bank* holds the arenas of the parameters that were added together. Its units lie in plan order in each of
+its arenas, so that a chunk is one range of each. Sizes here are those of the local shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream.offload.device import HostMemory
+from statestream.offload.plan import Piece
+
+__all__ = ["Arena", "Bank"]
+
+
+class Arena:
+    """One kind of state of a bank's units, in one block of host memory.
+
+    `sizes` are the local bytes of each unit, padded to 256 elements, and 0 where a unit has no such state.
+    `grains` are the bytes of one grain of each unit (plan.py); a piece past the local end is empty.
+    """
+
+    def __init__(self, kind: str, sizes: Sequence[int], grains: Sequence[int], memory: HostMemory):
+        self.kind = kind
+        self.sizes, self.grains = tuple(sizes), tuple(grains)
+        self.offsets = (0, *accumulate(self.sizes))
+        self.block = memory.block(self.offsets[-1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.offsets[-1]
+
+    def start(self, unit: int, grain: int) -> int:
+        """Byte at which a unit's grain begins."""
+        return self.offsets[unit] + min(grain * self.grains[unit], self.sizes[unit])
+
+    def view(self, unit: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+        """A unit's state as a tensor with the shape and strides of a dense `like`."""
+        begin = self.offsets[unit]
+        values = self.block[begin : begin + self.sizes[unit]].view(dtype)
+        return values.as_strided(like.shape, like.stride())
+
+
+class Bank:
+    """Arenas of units that were added together: `units[i]` has index `first + i` in the plan."""
+
+    def __init__(self, first: int, units: Sequence[Any], arenas: Sequence[Arena]):
+        self.first, self.units, self.arenas = first, list(units), tuple(arenas)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(arena.nbytes for arena in self.arenas)
+
+    def start(self, kind: int, piece: Piece) -> int:
+        return self.arenas[kind].start(piece.unit - self.first, piece.first)
+
+    def end(self, kind: int, piece: Piece) -> int:
+        return self.arenas[kind].start(piece.unit - self.first, piece.last)

@@ -1,0 +1,196 @@
+"""The few device calls that the offload engine needs: CUDA, and plain host.
+
+The seam: three queues (`compute`, `load`, `store`), each in order by itself; `record` and `wait` join them;
+`copy`, `launch` and `upload` queue work and return at once; `allocate` and `free` take their place in the
+order of the compute queue, as torch's allocator does. `synchronize` and `drain` alone make the host wait.
+Memory, host and device, is a flat uint8 tensor. tests/simulated_device holds a hostile third implementation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["CudaDevice", "HostDevice", "HostMemory", "device_for"]
+
+
+def device_for(device: torch.device) -> HostDevice | CudaDevice:
+    """The seam for parameters on `device`. ValueError for a kind of device that has none."""
+    if device.type in ("cpu", "meta"):
+        return HostDevice()
+    if device.type == "cuda":
+        return CudaDevice(device)
+    raise ValueError(f"state cannot be streamed to parameters on {device}; they must be on a CUDA device or the CPU")
+
+
+class _Mapping(mmap.mmap):
+    """Page-aligned private memory, pinned while it lives if `pin` was taken.
+
+    `torch.frombuffer` keeps its buffer alive, so this lives as long as any tensor in it does, and is unpinned
+    before it is unmapped.
+    """
+
+    unpin: Callable[[int], None] | None = None
+    address = 0
+
+    def __del__(self) -> None:
+        if self.unpin is not None:
+            self.unpin(self.address)
+
+
+class HostMemory:
+    """Gives out host memory in exact blocks, pinned as long as the system allows it.
+
+    `pin(address, nbytes)` pins a block and raises where the system refuses; `unpin(address)` undoes it. The
+    first refusal is one warning, and from then on blocks are pageable. (torch's own pinned allocator would
+    round each block up to a power of two.)
+    """
+
+    def __init__(self, pin: Callable[[int, int], None] | None = None, unpin: Callable[[int], None] | None = None):
+        self._pin, self._unpin = pin, unpin
+        self.pinned_bytes = 0
+
+    def block(self, nbytes: int) -> Tensor:
+        """`nbytes` zero bytes as a flat uint8 tensor."""
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        block = torch.frombuffer(mapping, dtype=torch.uint8)
+        if self._pin is not None:
+            try:
+                self._pin(block.data_ptr(), nbytes)
+            except (RuntimeError, OSError) as error:
+                self._pin = None
+                warnings.warn(
+                    f"{nbytes} bytes of host memory could not be pinned ({error}); optimizer state goes to "
+                    "pageable memory, and copies will not overlap with computation. Raise the limit of locked "
+                    "memory (ulimit -l) or give the machine more memory",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            else:
+                mapping.address, mapping.unpin = block.data_ptr(), self._unpin
+                self.pinned_bytes += nbytes
+        return block
+
+
+class HostDevice:
+    """Everything on the host, at once. For parameters on the CPU; there is nothing to overlap."""
+
+    compute = load = store = None
+
+    def __init__(self) -> None:
+        self.memory = HostMemory()
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def free(self, block: Tensor) -> None:
+        block.untyped_storage().resize_(0)
+
+    def record(self, queue: Any) -> None:
+        pass
+
+    def wait(self, queue: Any, event: Any) -> None:
+        pass
+
+    def copy(self, queue: Any, to: Tensor, to_offset: int, source: Tensor, offset: int, nbytes: int) -> None:
+        to[to_offset : to_offset + nbytes].copy_(source[offset : offset + nbytes])
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        function(*args, **kwargs)
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def upload(self, values: Tensor) -> Tensor:
+        return values.clone()
+
+    def synchronize(self, event: Any) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+
+class CudaDevice:
+    """CUDA: the caller's current stream computes, two streams of its own copy."""
+
+    def __init__(self, device: torch.device):
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.memory = HostMemory(self._pin, self._unpin)
+        self.load = torch.cuda.Stream(self.device)
+        self.store = torch.cuda.Stream(self.device)
+
+    @property
+    def compute(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def allocate(self, nbytes: int) -> Tensor:
+        """Device memory of the compute stream."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def free(self, block: Tensor) -> None:
+        """Returns the memory to the compute stream, which has been made to wait for every other stream that
+        used it. At once, whoever still holds the tensor: the traceback of an error would."""
+        block.untyped_storage().resize_(0)
+
+    def record(self, queue: torch.cuda.Stream) -> torch.cuda.Event:
+        return queue.record_event()
+
+    def wait(self, queue: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        queue.wait_event(event)
+
+    def copy(
+        self, queue: torch.cuda.Stream, to: Tensor, to_offset: int, source: Tensor, offset: int, nbytes: int
+    ) -> None:
+        with torch.cuda.stream(queue):
+            to[to_offset : to_offset + nbytes].copy_(source[offset : offset + nbytes], non_blocking=True)
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Calls a function that launches kernels on the current stream."""
+        function(*args, **kwargs)
+
+    def computing(self) -> contextlib.AbstractContextManager[None]:
+        """Around torch operations that belong to the compute queue."""
+        return contextlib.nullcontext()
+
+    def upload(self, values: Tensor) -> Tensor:
+        """A few host numbers on the device, in the order of the compute queue, without a host wait. The pinned
+        copy comes from torch's cache, which does not hand it out again before the transfer is over."""
+        return values.pin_memory().to(self.device, non_blocking=True)
+
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def drain(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def _pin(self, address: int, nbytes: int) -> None:
+        # Registering is per context: it must be this device's, not whatever is current.
+        with torch.cuda.device(self.device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        if code:
+            # CUDA remembers the error and would report it at the next kernel launch, whosever that is.
+            with contextlib.suppress(RuntimeError):
+                torch.empty(1, device=self.device).fill_(0)
+            raise RuntimeError(f"cudaHostRegister failed with error {code}")
+
+    def _unpin(self, address: int) -> None:
+        try:
+            with torch.cuda.device(self.device):
+                # Copies may still be on their way.
+                torch.cuda.synchronize(self.device)
+                torch.cuda.cudart().cudaHostUnregister(address)
+        except (AttributeError, RuntimeError, TypeError):
+            pass  # the interpreter or the driver is going away, and with it the registration

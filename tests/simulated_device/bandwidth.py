@@ -1,0 +1,134 @@
+"""A device without memory that keeps time: what a step would take at given bandwidths.
+
+Copies take bytes over the link's rate, each way apart; kernels bytes over the memory's rate. An operation begins
+when its queue is free and its waits are over. Python's own time is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from statestream.offload import stream
+from statestream.offload.arena import Bank
+from statestream.offload.layout import Layout
+from statestream.offload.plan import GRAIN_ELEMENTS, Unit, make_plan
+
+LINK = 55e9  # bytes a second, each way: PCIe 5.0 x16 as measured by others
+MEMORY = 4.0e12  # bytes a second of device memory
+TRAFFIC = 2.5  # bytes that a kernel moves for each byte of state: state read and written, weight and gradient
+
+
+@dataclass
+class Clock:
+    """Seconds at which each queue becomes free, and how long each was busy."""
+
+    compute: float = 0.0
+    load: float = 0.0
+    store: float = 0.0
+
+
+class TimedDevice:
+    compute, load, store = "compute", "load", "store"
+
+    def __init__(self, link: float = LINK, memory: float = MEMORY):
+        self.rates = {"load": link, "store": link, "compute": memory / TRAFFIC}
+        self.free_at, self.busy = Clock(), Clock()
+        self.live = self.peak = 0
+
+    def allocate(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        self._nbytes = nbytes
+
+    def free(self, block: None) -> None:
+        self.live -= self._nbytes
+
+    def record(self, queue: str) -> float:
+        return getattr(self.free_at, queue)
+
+    def wait(self, queue: str, event: float) -> None:
+        setattr(self.free_at, queue, max(getattr(self.free_at, queue), event))
+
+    def copy(self, queue, to, to_offset, source, offset, nbytes) -> None:
+        self._work(queue, nbytes)
+
+    def launch(self, nbytes: int) -> None:
+        self._work("compute", nbytes)
+
+    def _work(self, queue: str, nbytes: int) -> None:
+        seconds = nbytes / self.rates[queue]
+        setattr(self.free_at, queue, getattr(self.free_at, queue) + seconds)
+        setattr(self.busy, queue, getattr(self.busy, queue) + seconds)
+
+
+class _SizedArena:
+    """An Arena's arithmetic without its memory."""
+
+    block = None
+
+    def __init__(self, units: Sequence[Unit], kind: int):
+        self._sizes = [unit.sizes[kind] for unit in units]
+        self._grains = [unit.sizes[kind] // unit.grains for unit in units]
+        self._offsets = [sum(self._sizes[:i]) for i in range(len(units))]
+
+    def start(self, unit: int, grain: int) -> int:
+        return self._offsets[unit] + grain * self._grains[unit]
+
+
+class _Launches:
+    def __init__(self, device: TimedDevice):
+        self.device = device
+
+    def step(self, stage, ring):
+        self.device.launch(stage.chunk.nbytes)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds. `fill` and `drain` are the first load and the last store; `bound` is what a step may take."""
+
+    total: float
+    loads: float
+    updates: float
+    stores: float
+    fill: float
+    drain: float
+    chunks: int
+    peak_bytes: int
+
+    @property
+    def bound(self) -> float:
+        return 1.05 * max(self.loads, self.updates, self.stores) + self.fill + self.drain
+
+
+def adam_units(elements: Sequence[int], bytes_per_element: Sequence[int] = (2, 2, 4)) -> list[Unit]:
+    """Parameters of so many elements, with BF16 moments and FP32 masters unless told otherwise."""
+    units = []
+    for n in elements:
+        grains = max(1, -(-n // GRAIN_ELEMENTS))
+        units.append(Unit(tuple(grains * GRAIN_ELEMENTS * b for b in bytes_per_element), grains))
+    return units
+
+
+def time_step(
+    units: Sequence[Unit], budget: int | None, most_chunks: int = 32, link: float = LINK, memory: float = MEMORY
+) -> Timing:
+    """One step of the real plan, layout and stream."""
+    plan = make_plan(units, budget, most_chunks=most_chunks)
+    kinds = len(units[0].sizes)
+    bank = Bank(0, units, [_SizedArena(units, kind) for kind in range(kinds)])
+    layout = Layout(plan, units, [bank])
+    device = TimedDevice(link, memory)
+    stream.run(device, plan.ring_bytes, layout.stages(), _Launches(device))
+    first, last = plan.chunks[0].nbytes, plan.chunks[-1].nbytes
+    return Timing(
+        total=max(device.free_at.compute, device.free_at.load, device.free_at.store),
+        loads=device.busy.load,
+        updates=device.busy.compute,
+        stores=device.busy.store,
+        fill=first / link,
+        drain=last / link,
+        chunks=len(plan.chunks),
+        peak_bytes=device.peak,
+    )
