@@ -361,7 +361,7 @@ class FusedAdam(torch.optim.Optimizer):
             for name, values in load.values.items():
                 loader.copy(values, local_of(state[name]))
             if MASTER in state and MASTER not in load.values:
-                state[MASTER] = self.form.make(load.param)[MASTER]
+                self.form.reset_master(load.param, state)
         for group, loaded in zip(self.param_groups, plan.groups, strict=True):
             update_group(group, loaded)
 

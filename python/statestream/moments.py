@@ -87,6 +87,10 @@ class StateFormat:
             if not is_fake(old_step):
                 state[STEP].copy_(old_step)
 
+    def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
+        """Sets the master to the parameter's value."""
+        state[MASTER] = self._new(param, MASTER, self.dtypes(param)[MASTER])
+
     @staticmethod
     def _new(param: Tensor, name: str, dtype: torch.dtype) -> Tensor:
         if name == MASTER and dtype is torch.float32:

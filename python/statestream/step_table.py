@@ -103,7 +103,7 @@ class StepTable:
     ) -> None:
         local = local_of(param)
         check_param(local, name)
-        grad = self._checked_grad(param, local, grad, name)
+        grad = self.checked_grad(param, local, grad, name)
         tensors = state[param]
         self.form.follow(param, tensors)
         exp_avg, exp_avg_sq = local_of(tensors["exp_avg"]), local_of(tensors["exp_avg_sq"])
@@ -126,7 +126,7 @@ class StepTable:
             return
         for param in call.params:
             local = local_of(param)
-            if self._was_written(param, local):
+            if self.was_written(param, local):
                 kernels.refresh_master(local, local_of(state[param][MASTER]))
 
     def updated(self, call: Call) -> None:
@@ -151,7 +151,7 @@ class StepTable:
         else:
             self._seen.pop(id(param), None)
 
-    def _was_written(self, param: Tensor, local: Tensor) -> bool:
+    def was_written(self, param: Tensor, local: Tensor) -> bool:
         seen = self._seen.get(id(param))
         return (
             seen is None
@@ -163,7 +163,7 @@ class StepTable:
         )
 
     @staticmethod
-    def _checked_grad(param: Tensor, local: Tensor, grad: Tensor, name: str) -> Tensor:
+    def checked_grad(param: Tensor, local: Tensor, grad: Tensor, name: str) -> Tensor:
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"{name}: FusedAdam does not support sparse gradients ({grad.layout}); use torch.optim.SparseAdam"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from statestream.offload import plan as planning
 from statestream.offload.plan import Unit, make_plan, padded_bytes
 

@@ -10,12 +10,12 @@ torch's does. Live bytes are counted, and host waits.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections import deque
 from dataclasses import dataclass, field
 
 import torch
-
 from statestream.offload.device import HostMemory
 
 POISON = 0xFF  # NaN in every float format
@@ -110,7 +110,7 @@ class SimulatedDevice:
             if at < 0 or at + nbytes > block.numel():
                 raise Hazard(f"a copy of {nbytes} bytes at {at} leaves its block of {block.numel()}")
         cuts = sorted({0, nbytes, *(self.random.randrange(nbytes + 1) for _ in range(self.random.randrange(3)))})
-        spans = [(a, b) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+        spans = [(a, b) for a, b in itertools.pairwise(cuts) if a < b]
         self.random.shuffle(spans)
 
         def begin():

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
-
 from statestream.offload import stream as real_stream
 from statestream.offload.arena import Arena, Bank
 from statestream.offload.layout import Layout
