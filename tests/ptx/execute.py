@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import cache
 
 import numpy as np
 
@@ -159,8 +160,6 @@ def launch(
     blocks = list(range(grid) if order is None else order)
     if sorted(blocks) != list(range(grid)):
         raise ValueError(f"order must hold each of {grid} blocks once")
-    program = [(compile_instruction(kernel, i), i.opcode, i.text) for i in kernel.instructions]
-    program.append((_off_the_end, "", "end of the kernel"))
     param_space = Memory()
     for name, variable in kernel.params.items():
         data = np.frombuffer(params, np.uint8)[variable.offset : variable.offset + variable.size]
@@ -169,8 +168,15 @@ def launch(
     memory.begin_launch()
     with np.errstate(all="ignore"):
         for index in blocks:
-            Block(kernel, index, grid, block, param_space, memory).run(program, counts)
+            Block(kernel, index, grid, block, param_space, memory).run(_program(kernel), counts)
     return counts
+
+
+@cache
+def _program(kernel: Kernel) -> list:
+    """(step, opcode, text) of each instruction."""
+    program = [(compile_instruction(kernel, i), i.opcode, i.text) for i in kernel.instructions]
+    return [*program, (_off_the_end, "", "end of the kernel")]
 
 
 def _off_the_end(block: Block, lanes: Lanes):

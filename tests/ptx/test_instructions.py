@@ -337,6 +337,17 @@ def test_bits(bits):
     assert apply(f"not.b{bits} $0, $1", f"{dtype} {dtype}", x).tolist() == [2**bits - 1 - i for i in a]
 
 
+def test_prmt_picks_bytes_or_their_signs():
+    a, b = integers(32, False, 18), integers(32, False, 19)[::-1]
+    selectors = [0x3210, 0x7654, 0x5410, 4180, 0xFEDC, 0xBA98, 0x0, *integers(16, False, 20, 400)][: len(a)]
+    got = apply("prmt.b32 $0, $1, $2, $3", "u4 u4 u4 u4", np.uint32(a), np.uint32(b), np.uint32(selectors))
+    for x, y, selector, g in zip(a, b, selectors, got.tolist(), strict=True):
+        pool = x.to_bytes(4, "little") + y.to_bytes(4, "little")
+        picked = [pool[selector >> 4 * k & 7] for k in range(4)]
+        signed = [(255 if byte > 127 else 0) if selector >> 4 * k & 8 else byte for k, byte in enumerate(picked)]
+        assert g == int.from_bytes(bytes(signed), "little")
+
+
 @pytest.mark.parametrize("bits", [16, 32, 64])
 def test_shifts_past_the_width_leave_zero_or_the_sign(bits):
     amounts = [*range(bits + 3), 255, 2**31, 2**32 - 1]

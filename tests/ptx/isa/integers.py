@@ -90,3 +90,20 @@ def _shift(code: Code, name: str, type: str) -> Step:
         return to(block, lanes, np.where(by >= bits, dtype.type(0), shifted))
 
     return run
+
+
+@opcode(r"prmt\.b32")
+def _permute_bytes(code: Code) -> Step:
+    """Each nibble of the selector names a byte of {b, a}; its top bit asks for that byte's sign instead."""
+
+    def permute(a, b, selector):
+        pair = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
+        result = np.zeros(1, np.uint32)
+        for k in range(4):
+            nibble = (selector >> np.uint32(4 * k)) & np.uint32(15)
+            byte = ((pair >> (np.uint64(8) * (nibble & 7))) & np.uint64(0xFF)).astype(np.uint32)
+            sign = np.where(byte & 0x80, np.uint32(0xFF), np.uint32(0))
+            result = result | (np.where(nibble & 8, sign, byte) << np.uint32(8 * k))
+        return result
+
+    return elementwise(code, "b32", permute, 3)

@@ -1,0 +1,153 @@
+"""States for the kernels, and the same call on the CPU kernel and on interpreted PTX.
+
+The CPU kernel is the reference here: tests/numbers holds that against references of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from statestream import _cpu
+from statestream.kernels import BFLOAT16, FLOAT32, NONE, REMAINDER, AdamOptions, Formats
+
+from .device import Device
+
+__all__ = ["ADAMW", "ALL_FORMATS", "Tensors", "assert_same", "on_cpu", "on_device", "rows_of", "tensors", "unit"]
+
+ADAMW = AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, bias_correction=True, maximize=False)
+
+ALL_FORMATS = [
+    Formats(param, grad, exp_avg, exp_avg_sq, master)
+    for (param, master), grad, exp_avg, exp_avg_sq in itertools.product(
+        [(FLOAT32, NONE), (BFLOAT16, NONE), (BFLOAT16, FLOAT32), (BFLOAT16, REMAINDER)],
+        *[[FLOAT32, BFLOAT16]] * 3,
+    )
+]
+
+_NAMES = {FLOAT32: "f32", BFLOAT16: "bf16", REMAINDER: "low16", NONE: ""}
+_DTYPES = {FLOAT32: np.uint32, BFLOAT16: np.uint16, REMAINDER: np.uint16}
+_SPECIALS = [0x0, 0x80000000, 0x1, 0x80000001, 0x7FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000]
+_SPECIALS += [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x3F808000, 0x3F818000, 0x7F7F8000]
+
+
+def unit(formats: Formats) -> str:
+    """A short name of a combination."""
+    weight = _NAMES[formats.param] + ("+" + _NAMES[formats.master] if formats.master else "")
+    return "-".join([weight, *(_NAMES[f] for f in formats[1:4])])
+
+
+@dataclass
+class Tensors:
+    """One parameter's arrays, as the bits that are stored; a step counter (float32) of its own."""
+
+    param: np.ndarray
+    grad: np.ndarray
+    exp_avg: np.ndarray
+    exp_avg_sq: np.ndarray
+    master: np.ndarray | None
+    step: np.ndarray
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name in ("param", "grad", "exp_avg", "exp_avg_sq", "master", "step"):
+            if getattr(self, name) is not None:
+                yield name, getattr(self, name)
+
+    def copy(self) -> Tensors:
+        """The same values with every array at the same place modulo 64 bytes."""
+        placed = {
+            name: _at(array, array.ctypes.data % 64 // array.itemsize) if name != "step" else array.copy()
+            for name, array in self.arrays()
+        }
+        return Tensors(**{"master": None, **placed})
+
+    def row(self) -> list[int]:
+        master = 0 if self.master is None else self.master.ctypes.data
+        addresses = [a.ctypes.data for a in (self.param, self.grad, self.exp_avg, self.exp_avg_sq)]
+        return [self.param.size, *addresses, master, self.step.ctypes.data, 0]
+
+
+def _at(values: np.ndarray, offset: int) -> np.ndarray:
+    """A copy that begins `offset` elements after a multiple of 64 bytes."""
+    raw = np.zeros(values.nbytes + 128, np.uint8)
+    start = -raw.ctypes.data % 64 + offset * values.itemsize
+    placed = raw[start : start + values.nbytes].view(values.dtype)
+    placed[:] = values
+    return placed
+
+
+def _bits(values: np.ndarray, format_code: int) -> np.ndarray:
+    """FP32 values cut to a format; which rounding does not matter for an input."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return bits if format_code == FLOAT32 else (bits >> 16).astype(np.uint16)
+
+
+def tensors(
+    formats: Formats, n: int, seed: int, *, offsets: tuple[int, ...] = (0,), step: float = 0.0, specials: float = 0.0
+) -> Tensors:
+    """Random values, a share of them `specials`: zeros, denormals, infinities, NaNs, halves of BF16.
+
+    `offsets` are elements past a multiple of 64 bytes, of param, grad, exp_avg, exp_avg_sq and master
+    in turn, the last one for all the rest.
+    """
+    rng = np.random.default_rng(seed)
+    scale = 10.0 ** rng.uniform(-4, 0, (5, n))
+    values = (rng.standard_normal((5, n)) * scale).astype(np.float32)
+    values[3] **= 2
+    values[3][rng.random(n) < 0.1] = 0  # rows that were never touched
+    values = values.view(np.uint32)
+    at = rng.random((5, n)) < specials
+    values[at] = rng.choice(np.array(_SPECIALS, np.uint32), at.sum())
+    values[3] &= 0x7FFFFFFF
+    stored = []
+    for k, format_code in enumerate(formats):
+        if format_code == NONE:
+            stored.append(None)
+            continue
+        if format_code == REMAINDER:
+            bits = values[k].astype(np.uint16)
+        else:
+            bits = _bits(values[k].view(np.float32), format_code)
+        stored.append(_at(bits, offsets[min(k, len(offsets) - 1)]))
+        assert stored[k].dtype == _DTYPES[format_code]
+    return Tensors(*stored, step=np.array([step], np.float32))
+
+
+def rows_of(group: list[Tensors]) -> array:
+    return array("q", itertools.chain.from_iterable(t.row() for t in group))
+
+
+def on_cpu(group: list[Tensors], formats: Formats, options: AdamOptions = ADAMW, **call) -> None:
+    """One update in place by the CPU kernel."""
+    _cpu.adam(rows_of(group), tuple(formats), **_call(options, **call), threads=1)
+
+
+def on_device(group: list[Tensors], formats: Formats, device: Device, options: AdamOptions = ADAMW, **call) -> None:
+    """The same by the device's kernels. The counters are host memory unless the call is capturable;
+    then they must have been added to the device."""
+    for k, one in enumerate(group):
+        for name, values in one.arrays():
+            if name != "step":
+                device.add(values, f"{name} of tensor {k}", writable=name != "grad")
+    with device.module() as module:
+        module.adam(rows_of(group), tuple(formats), **_call(options, **call), device=0, stream=0)
+
+
+def _call(options: AdamOptions, grad_scale: float = 1.0, advance: bool = True, **more) -> dict:
+    return {**vars(options), "grad_scale": grad_scale, "advance": advance, **more}
+
+
+def assert_same(got: list[Tensors], want: list[Tensors], what: str = "") -> None:
+    for k, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        for (name, a), (_, b) in zip(ours.arrays(), theirs.arrays(), strict=True):
+            if a.tobytes() != b.tobytes():
+                bad = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}"))
+                first = int(bad[0])
+                raise AssertionError(
+                    f"{what} {name} of tensor {k}, {ours.param.size} elements: {bad.size} differ, the first at "
+                    f"{first}: {int(a.view(f'u{a.itemsize}')[first]):#x} is not "
+                    f"{int(b.view(f'u{b.itemsize}')[first]):#x}"
+                )
