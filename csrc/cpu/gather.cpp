@@ -83,6 +83,7 @@ class Gatherer {
     TableFormats f{format_of(p), format_of(g), expected_.exp_avg, expected_.exp_avg_sq, kNone};
     if (f.param != kFloat32) f.master = expected_.master;
     if (!is_number(f.param) || !is_number(f.grad)) return false;
+    if (numel_of(p) == 1 && (is_negated(param) || is_negated(grad))) return false;
     if (!read_state(state, exp_avg_, p, f.exp_avg, &m) || !read_state(state, exp_avg_sq_, p, f.exp_avg_sq, &v))
       return false;
     if (f.master == kNone ? PyDict_Contains(state, master_.ptr()) != 0 : !read_state(state, master_, p, f.master, &master))
@@ -124,6 +125,14 @@ class Gatherer {
   bool read_state(PyObject *state, const py::str &name, const DlTensor &param, int32_t format, DlTensor *out) {
     return read(PyDict_GetItem(state, name.ptr()), out) && format_of(*out) == format &&
            same_shape_contiguous_and_place(param, *out);
+  }
+
+  // torch negates lazily, and says nothing of it in DLPack: the imaginary part of a conjugate is a view
+  // of the plain one with a flag. Such a view steps over the real parts, so only one element is contiguous.
+  static bool is_negated(PyObject *tensor) {
+    py::object negated = py::reinterpret_steal<py::object>(PyObject_CallMethod(tensor, "is_neg", nullptr));
+    if (!negated) throw py::error_already_set();
+    return negated.ptr() == Py_True;
   }
 
   static bool is_number(int32_t format) { return format == kFloat32 || format == kBFloat16; }

@@ -74,6 +74,8 @@ def check_param(param: Tensor, name: str) -> None:
         raise ValueError(f"{name}: complex parameters ({param.dtype}) are not supported; give torch.view_as_real of it")
     if param.layout is not torch.strided:
         raise ValueError(f"{name}: layout {param.layout} is not supported; use a dense parameter")
+    if param.is_neg():
+        raise ValueError(f"{name}: a lazily negated view cannot be updated; give resolve_neg() of it")
     if param.dtype not in PARAM_DTYPES:
         raise ValueError(f"{name}: parameters of {param.dtype} are not supported; use {_join(PARAM_DTYPES)}")
 

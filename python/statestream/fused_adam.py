@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from statestream import kernels
 from statestream.arguments import (
@@ -23,7 +25,7 @@ from statestream.export import export_on_device, export_to_host, unscaled
 from statestream.kernels import AdamOptions
 from statestream.moments import MASTER, STEP, StateFormat
 from statestream.promised_state import PromisedState
-from statestream.state_dict import FORMAT_VERSION, LoadPlan, pack_groups, plan_load, update_group
+from statestream.state_dict import FORMAT_VERSION, LoadPlan, pack_groups, plan_load, take_apart, update_group
 from statestream.step_table import Call, StepTable
 from statestream.tensors import local_of
 from statestream.transfer import Loader
@@ -152,7 +154,8 @@ class FusedAdam(torch.optim.Optimizer):
         """As in torch; options and parameters are checked first, and a refused group leaves no trace."""
         group = dict(param_group)
         params = group["params"]
-        group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        if not isinstance(params, set):  # which has no order: torch refuses it
+            group["params"] = [params] if isinstance(params, Tensor) else list(params)
         number = len(self.param_groups)
         check_group_options({**self.defaults, **group}, where=f" of group {number}" if number else "")
         tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
@@ -222,8 +225,11 @@ class FusedAdam(torch.optim.Optimizer):
         """The divisor of the gradients and whether to skip, by torch's convention or the peer's."""
         if scaler is None:
             return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        found = scaler._check_inf_per_device(self)
-        return scaler._get_scale_async(), sum(t.cpu() for t in found.values()) if found else None
+        if scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED:
+            found, scale = scaler._found_inf_per_device(self), None
+        else:
+            found, scale = scaler._check_inf_per_device(self), scaler._get_scale_async()
+        return scale, sum(t.cpu() for t in found.values()) if found else None
 
     def _options(self, group: dict[str, Any]) -> AdamOptions:
         beta1, beta2 = group["betas"]
@@ -304,7 +310,8 @@ class FusedAdam(torch.optim.Optimizer):
         else:
             exported = export_on_device(states, self.form)
         packed_state: dict[Any, Any] = {index[id(p)]: s for p, s in zip(kept, exported, strict=True)}
-        packed_state.update((k, v) for k, v in self.state.items() if not isinstance(k, Tensor))
+        other = {k: v for k, v in self.state.items() if not isinstance(k, Tensor)}
+        packed_state.update(copy.deepcopy(other) if self.state_dict_cpu_offload else other)
         state_dict: dict[str, Any] = {"state": packed_state, "param_groups": groups}
         for hook in self._optimizer_state_dict_post_hooks.values():
             replaced = hook(self, state_dict)
@@ -350,6 +357,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     def _write(self, plan: LoadPlan) -> None:
         loader = Loader(self.export_staging_bytes)
+        take_apart(plan.params, self.state)
         for load in plan.params:
             self._table.forget(load.param)
             if load.values is None:
@@ -362,6 +370,7 @@ class FusedAdam(torch.optim.Optimizer):
                 loader.copy(values, local_of(state[name]))
             if MASTER in state and MASTER not in load.values:
                 self.form.reset_master(load.param, state)
+        self.state.update(plan.other)
         for group, loaded in zip(self.param_groups, plan.groups, strict=True):
             update_group(group, loaded)
 
@@ -386,9 +395,14 @@ class FusedAdam(torch.optim.Optimizer):
     # ---- deepcopy and pickle ----
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's own keeps only defaults, state and groups.
+        # torch's own keeps only defaults, state and groups. A method set on the object, as a scheduler
+        # wraps step(), is bound to this one: a copy would step the original.
         hidden = ("_table", "_members")
-        return {k: v for k, v in self.__dict__.items() if k not in hidden and not k.startswith("_optimizer_")}
+        return {
+            key: value
+            for key, value in self.__dict__.items()
+            if key not in hidden and not key.startswith("_optimizer_") and not hasattr(type(self), key)
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -51,9 +51,11 @@ class StateFormat:
         Tensors are laid out as the parameter is, on its device and mesh; `step` is a 0-dim float32.
         """
         step_device = local_of(param).device if self.step_on_device else "cpu"
-        state: dict[str, Any] = {STEP: torch.zeros((), dtype=torch.float32, device=step_device)}
-        for name, dtype in self.dtypes(param).items():
-            state[name] = self._new(param, name, dtype)
+        # A tensor made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            state: dict[str, Any] = {STEP: torch.zeros((), dtype=torch.float32, device=step_device)}
+            for name, dtype in self.dtypes(param).items():
+                state[name] = self._new(param, name, dtype)
         return state
 
     def follow(self, param: Tensor, state: dict[str, Any]) -> None:
@@ -88,8 +90,12 @@ class StateFormat:
                 state[STEP].copy_(old_step)
 
     def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
-        """Sets the master to the parameter's value."""
-        state[MASTER] = self._new(param, MASTER, self.dtypes(param)[MASTER])
+        """Sets the master to the parameter's value, in place."""
+        master = local_of(state[MASTER])
+        if self.remainders:
+            master.zero_()
+        else:
+            master.copy_(local_of(param))
 
     @staticmethod
     def _new(param: Tensor, name: str, dtype: torch.dtype) -> Tensor:

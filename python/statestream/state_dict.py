@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from statestream.arguments import check_group_options
 from statestream.moments import MASTER, MOMENTS, STEP, StateFormat
-from statestream.tensors import is_dtensor, local_of
+from statestream.tensors import is_dtensor, is_fake, local_of, same_layout
 
-__all__ = ["FORMAT_VERSION", "LoadPlan", "pack_groups", "plan_load", "update_group"]
+__all__ = ["FORMAT_VERSION", "LoadPlan", "pack_groups", "plan_load", "take_apart", "update_group"]
 
 FORMAT_VERSION = 1
 
@@ -38,7 +39,7 @@ def pack_groups(groups: list[dict[str, Any]], snapshot: bool) -> tuple[list[dict
     for group in groups:
         packed = {k: v for k, v in group.items() if k != "params"}
         if snapshot:
-            packed = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in packed.items()}
+            packed = {k: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in packed.items()}
         for i, param in enumerate(group["params"], start):
             if id(param) not in index:
                 index[id(param)] = i
@@ -62,6 +63,8 @@ class ParamLoad:
 class LoadPlan:
     params: list[ParamLoad] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    other: dict[str, Any] = field(default_factory=dict)
+    """State under names that are no parameter's, as a user may keep it: passed on as it is."""
 
 
 def plan_load(state_dict: dict[str, Any], groups: list[dict[str, Any]], form: StateFormat) -> LoadPlan:
@@ -79,6 +82,8 @@ def plan_load(state_dict: dict[str, Any], groups: list[dict[str, Any]], form: St
     plan = LoadPlan()
     seen: set[int] = set()
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if "params" not in saved:
+            raise ValueError(f"group {number} of the state dict has no 'params'")
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
                 f"group {number}: the state dict has {len(saved['params'])} parameters, "
@@ -92,7 +97,40 @@ def plan_load(state_dict: dict[str, Any], groups: list[dict[str, Any]], form: St
             seen.add(id(param))
             state = state_dict["state"].get(key)
             plan.params.append(_checked_state(state, saved.get(STEP), param, _label(name), form))
+    keys = {key for saved in saved_groups for key in saved["params"]}
+    plan.other = {k: v for k, v in state_dict["state"].items() if isinstance(k, str) and k not in keys}
     return plan
+
+
+def take_apart(loads: list[ParamLoad], states: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Copies the values that are memory of some other live state: the load might write that one first.
+
+    A dict made without state_dict_cpu_offload holds live tensors, and may come back in another order.
+    """
+    live = {
+        local_of(value).untyped_storage()._cdata
+        for key, state in states.items()
+        if isinstance(key, Tensor)
+        for value in state.values()
+        if isinstance(value, Tensor)
+    }
+    for load in loads:
+        own = states.get(load.param) or {}
+        for name, values in (load.values or {}).items():
+            if values.untyped_storage()._cdata in live and not _is_same_memory(values, own.get(name)):
+                load.values[name] = values.clone()
+
+
+def _is_same_memory(values: Tensor, state: Tensor | None) -> bool:
+    if state is None:
+        return False
+    local = local_of(state)
+    return (
+        values.storage_offset() == local.storage_offset()
+        and values.untyped_storage()._cdata == local.untyped_storage()._cdata
+        and values.dtype is local.dtype
+        and same_layout(values, local)
+    )
 
 
 def update_group(group: dict[str, Any], loaded: dict[str, Any]) -> None:
@@ -100,9 +138,9 @@ def update_group(group: dict[str, Any], loaded: dict[str, Any]) -> None:
     for key, value in loaded.items():
         live = group.get(key)
         if isinstance(live, Tensor):
-            live.copy_(torch.as_tensor(value, dtype=live.dtype).reshape(live.shape))
+            live.copy_(value)
         elif isinstance(value, Tensor):
-            group[key] = value.item() if key in ("lr", STEP) and live is not None else value.detach().clone()
+            group[key] = value.item() if key in ("lr", STEP) and live is not None else value
         else:
             group[key] = copy.deepcopy(value)
         if key == STEP and not isinstance(live, Tensor):
@@ -128,7 +166,20 @@ def _checked_group(saved: dict[str, Any], group: dict[str, Any], number: int) ->
     else:
         loaded.pop(STEP, None)
     check_group_options({**group, **loaded}, where=f" of group {number} in the state dict")
-    return loaded
+    return {key: _checked_setting(key, value, group.get(key), number) for key, value in loaded.items()}
+
+
+def _checked_setting(key: str, value: Any, live: Any, number: int) -> Any:
+    """A group's setting, apart from every live tensor, shaped as the live tensor that it is to fill."""
+    if isinstance(live, Tensor):
+        try:
+            return torch.as_tensor(value, dtype=live.dtype).detach().reshape(live.shape).clone()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{key} of group {number}: {value!r} in the state dict, a tensor of shape {tuple(live.shape)} "
+                "in the optimizer"
+            ) from error
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _checked_state(state: Any, group_step: Any, param: Tensor, label: str, form: StateFormat) -> ParamLoad:
@@ -189,12 +240,14 @@ def local_share(value: Tensor, param: Tensor, name: str, label: str) -> Tensor:
 
         value = distribute_tensor(value.detach(), param.device_mesh, param.placements, src_data_rank=None)
     local = local_of(value)
+    if is_fake(local) and not is_fake(local_of(param)):
+        raise ValueError(f"{name} of {label}: a tensor on {local.device} without data in the state dict")
     if local.shape != local_of(param).shape:
         raise ValueError(
             f"{name} of {label}: local shape {tuple(local.shape)} in the state dict, "
             f"{tuple(local_of(param).shape)} in the optimizer"
         )
-    return local.detach()
+    return local.detach().resolve_neg()
 
 
 def _count(value: Any, what: str) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from statestream import kernels
 from statestream.arguments import check_param
@@ -175,7 +176,12 @@ class StepTable:
             )
         if grad.shape != param.shape:
             raise ValueError(f"{name}: gradient of shape {tuple(grad.shape)}, parameter of {tuple(param.shape)}")
-        grad = local_of(grad)
+        grad = local_of(grad).resolve_neg()
+        for tensor, what in ((local, "parameters"), (grad, "gradients")):
+            if is_traceable_wrapper_subclass(tensor):
+                raise ValueError(
+                    f"{name}: {what} of class {type(tensor).__name__} are not supported; use dense tensors"
+                )
         if grad.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"{name}: gradients of {grad.dtype} are not supported; use torch.float32 or torch.bfloat16"

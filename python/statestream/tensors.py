@@ -11,11 +11,14 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """A DTensor's local tensor; any other tensor itself. Call it without grad mode."""
+    """A DTensor's local tensor, arrived if it comes out of a collective; any other tensor itself. Call it
+    without grad mode."""
     if type(tensor) in _PLAIN:
         return tensor
     to_local = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
+    local = tensor if to_local is None else to_local()
+    wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor has no memory of its own to read
+    return local if wait is None else wait()
 
 
 def is_dtensor(tensor: Tensor) -> bool:
