@@ -54,8 +54,17 @@ STATESTREAM_HD float rn_sub(float a, float b) { return __fsub_rn(a, b); }
 STATESTREAM_HD float rn_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 STATESTREAM_HD float rn_fms(float a, float b, float c) { return __fmaf_rn(a, b, -c); }
 STATESTREAM_HD float rn_fnma(float a, float b, float c) { return __fmaf_rn(-a, b, c); }
-STATESTREAM_HD float rn_div(float a, float b) { return __fdiv_rn(a, b); }
-STATESTREAM_HD float rn_sqrt(float a) { return __fsqrt_rn(a); }
+// Zeros go round the instructions' slow paths, which whole rows of untouched weights would take. Any
+// dividend does that neither overflows on a denormal b nor leaves the fast path: its quotient times
+// zero is 0 / b, for b of 0, infinity and NaN too.
+STATESTREAM_HD float rn_div(float a, float b) {
+  const float quotient = __fdiv_rn(a == 0.0f ? 0x1p-24f : a, b);
+  return a == 0.0f ? __fmul_rn(quotient, a) : quotient;
+}
+STATESTREAM_HD float rn_sqrt(float a) {
+  const float root = __fsqrt_rn(a == 0.0f ? 1.0f : a);
+  return a == 0.0f ? a : root;
+}
 #else
 STATESTREAM_HD float rn_mul(float a, float b) { return a * b; }
 STATESTREAM_HD float rn_sub(float a, float b) { return a - b; }

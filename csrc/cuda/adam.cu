@@ -1,0 +1,195 @@
+// From a table to launches: rows packed into kernel parameters, as many a launch as they hold.
+#include <memory>
+#include <vector>
+
+#include "adam_kernel.cuh"
+#include "launch.h"
+
+namespace statestream {
+namespace {
+
+// The parameter as the kernels declare it (the emulation declares it a reference).
+using AdamKernel = void(const AdamParameters __grid_constant__);
+
+template <class Weight, class Grad, class Moment1>
+AdamKernel *choose_moment2(int32_t format) {
+  switch (format) {
+    case kFloat32: return adam_kernel<Weight, Grad, Moment1, Float32>;
+    case kBFloat16: return adam_kernel<Weight, Grad, Moment1, BFloat16>;
+    default: return nullptr;
+  }
+}
+
+template <class Weight, class Grad>
+AdamKernel *choose_moment1(const TableFormats &f) {
+  switch (f.exp_avg) {
+    case kFloat32: return choose_moment2<Weight, Grad, Float32>(f.exp_avg_sq);
+    case kBFloat16: return choose_moment2<Weight, Grad, BFloat16>(f.exp_avg_sq);
+    default: return nullptr;
+  }
+}
+
+template <class Weight>
+AdamKernel *choose_grad(const TableFormats &f) {
+  switch (f.grad) {
+    case kFloat32: return choose_moment1<Weight, Float32>(f);
+    case kBFloat16: return choose_moment1<Weight, BFloat16>(f);
+    default: return nullptr;
+  }
+}
+
+AdamKernel *choose_adam(const TableFormats &f) {
+  if (f.param == kFloat32 && f.master == kNone) return choose_grad<PlainWeight<Float32>>(f);
+  if (f.param != kBFloat16) return nullptr;
+  switch (f.master) {
+    case kNone: return choose_grad<PlainWeight<BFloat16>>(f);
+    case kFloat32: return choose_grad<MasterWeight>(f);
+    case kRemainder: return choose_grad<RemainderWeight>(f);
+    default: return nullptr;
+  }
+}
+
+// Elements before the first at which every pointer of the row is 16-byte aligned.
+int16_t head_of(const TensorRow &r, const TableFormats &f) {
+  const auto aligned = [](uint64_t address, int32_t format, int64_t i) {
+    return (address + (uint64_t)(i * format_bytes(format))) % 16 == 0;
+  };
+  for (int64_t i = 0; i < kVector; ++i)
+    if (aligned(r.param, f.param, i) && aligned(r.grad, f.grad, i) && aligned(r.exp_avg, f.exp_avg, i) &&
+        aligned(r.exp_avg_sq, f.exp_avg_sq, i) && (!f.master || aligned(r.master, f.master, i)))
+      return (int16_t)std::min(i, r.numel);
+  return kUnalignable;
+}
+
+// Rows on their way into one launch.
+class Batch {
+ public:
+  Batch(const TableFormats &formats, uint64_t found_inf, const Place &place)
+      : formats_(formats), place_(place), kernel_(choose_adam(formats)), parameters_(new AdamParameters) {
+    if (!kernel_) throw std::invalid_argument("no CUDA kernel for these formats");
+    blocks_ = resident_blocks(kernel_, kThreads);
+    parameters_->found_inf = (const float *)found_inf;
+    clear();
+  }
+
+  // With scalars formed on the host, which rows of equal step counts share.
+  void add(const TensorRow &row, float step, const AdamOptions &options, double grad_scale) {
+    if (full(row)) flush();
+    auto known = std::find(steps_.begin(), steps_.end(), step);
+    if (known == steps_.end()) {
+      if (steps_.size() == kMaxScalars) flush();
+      parameters_->scalars[steps_.size()] = adam_scalars(options, step, grad_scale);
+      steps_.push_back(step);
+      known = steps_.end() - 1;
+    }
+    push(row, known - steps_.begin());
+  }
+
+  // With scalars that step_kernel forms at an address on the device.
+  void add(const TensorRow &row, const AdamScalars<float> *scalars) {
+    if (full(row) || (parameters_->rows && scalars - parameters_->device_scalars > UINT16_MAX)) flush();
+    if (!parameters_->rows) parameters_->device_scalars = scalars;
+    push(row, scalars - parameters_->device_scalars);
+  }
+
+  void flush() {
+    if (parameters_->rows)
+      launch(kernel_, std::min<int64_t>(parameters_->chunks, blocks_), kThreads, *parameters_, place_);
+    clear();
+  }
+
+ private:
+  // A row has a chunk even where all its elements are in its head.
+  static int64_t chunks_in(const TensorRow &row, int16_t head) {
+    return std::max<int64_t>(1, chunks_of(row.numel - std::max<int64_t>(head, 0), kBlockElements));
+  }
+
+  bool full(const TensorRow &row) const {
+    return parameters_->rows == kMaxRows || parameters_->chunks + chunks_in(row, 0) > INT32_MAX;
+  }
+
+  void push(const TensorRow &row, int64_t scalars) {
+    const int16_t head = head_of(row, formats_);
+    const int64_t chunks = chunks_in(row, head);
+    if (chunks > INT32_MAX) throw std::invalid_argument("a tensor has more elements than any memory holds");
+    parameters_->row[parameters_->rows++] = {row.param,  row.grad,  row.exp_avg,         row.exp_avg_sq,
+                                             row.master, row.numel, parameters_->chunks, head,
+                                             (uint16_t)scalars};
+    parameters_->chunks += (int32_t)chunks;
+  }
+
+  void clear() {
+    parameters_->device_scalars = nullptr;
+    parameters_->rows = parameters_->chunks = 0;
+    steps_.clear();
+  }
+
+  const TableFormats formats_;
+  const Place place_;
+  AdamKernel *const kernel_;
+  int64_t blocks_;
+  std::unique_ptr<AdamParameters> parameters_;
+  std::vector<float> steps_;  // whose scalars the parameters hold
+};
+
+void launch_steps(StepParameters &a, const Place &place) {
+  launch(step_kernel, chunks_of(a.steps, kThreads), kThreads, a, place);
+}
+
+}  // namespace
+
+cudaError_t image_error() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, step_kernel);
+}
+
+bool has_adam(const TableFormats &formats) { return choose_adam(formats) != nullptr; }
+
+void adam(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
+          double grad_scale, bool advance, const Place &place) {
+  const OnDevice on_device(place.device);
+  Batch batch(formats, 0, place);
+  if (advance)
+    for (int64_t i = 0; i < n; ++i) *(float *)rows[i].step += 1.0f;
+  for (int64_t i = 0; i < n; ++i)
+    if (rows[i].numel) batch.add(rows[i], *(const float *)rows[i].step, options, grad_scale);
+  batch.flush();
+}
+
+void adam_capturable(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
+                     double grad_scale, bool advance, const DeviceScalars &device, const Place &place) {
+  const OnDevice on_device(place.device);
+  Batch batch(formats, device.found_inf, place);
+  auto *scalars = (AdamScalars<float> *)device.scratch;
+
+  std::unique_ptr<StepParameters> a(new StepParameters);
+  a->options = options;
+  a->grad_scale = grad_scale;
+  a->lr = (const float *)device.lr;
+  a->grad_factor = (const float *)device.grad_scale;
+  a->found_inf = (const float *)device.found_inf;
+  a->advance = advance;
+  for (int64_t i = 0; i < n; i += kMaxSteps) {
+    a->steps = (int32_t)std::min<int64_t>(kMaxSteps, n - i);
+    a->scalars = scalars + i;
+    for (int32_t k = 0; k < a->steps; ++k) a->step[k] = rows[i + k].step;
+    launch_steps(*a, place);
+  }
+  for (int64_t i = 0; i < n; ++i)
+    if (rows[i].numel) batch.add(rows[i], scalars + i);
+  batch.flush();
+}
+
+void advance_steps(const uint64_t *counters, int64_t n, uint64_t found_inf, const Place &place) {
+  const OnDevice on_device(place.device);
+  std::unique_ptr<StepParameters> a(new StepParameters());
+  a->found_inf = (const float *)found_inf;
+  a->advance = 1;
+  for (int64_t i = 0; i < n; i += kMaxSteps) {
+    a->steps = (int32_t)std::min<int64_t>(kMaxSteps, n - i);
+    std::copy(counters + i, counters + i + a->steps, a->step);
+    launch_steps(*a, place);
+  }
+}
+
+}  // namespace statestream

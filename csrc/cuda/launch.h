@@ -1,0 +1,60 @@
+// What the launchers share: CUDA's errors as exceptions, the current device, the size of a grid.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "adam.h"
+
+namespace statestream {
+
+inline void check(cudaError_t error, const char *what) {
+  if (error == cudaSuccess) return;
+  (void)cudaGetLastError();  // or the next call would report it again
+  throw std::runtime_error(std::string(cudaGetErrorName(error)) + " in " + what + ": " + cudaGetErrorString(error));
+}
+
+// Whether the current device has an image of the kernels.
+cudaError_t image_error();
+
+// Makes a device current, and the former one again at the end.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&former_), "cudaGetDevice");
+    if (device == former_) return;
+    check(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = true;
+  }
+  ~OnDevice() {
+    if (changed_) (void)cudaSetDevice(former_);
+  }
+  OnDevice(const OnDevice &) = delete;
+
+ private:
+  int former_ = 0;
+  bool changed_ = false;
+};
+
+// Blocks of a kernel that the current device runs at once: a grid of them never waits in a queue.
+template <class Kernel>
+int64_t resident_blocks(Kernel *kernel, int threads) {
+  int device, multiprocessors, blocks;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0),
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+  return (int64_t)multiprocessors * std::max(blocks, 1);
+}
+
+template <class Kernel, class Parameters>
+void launch(Kernel *kernel, int64_t blocks, int threads, const Parameters &parameters, const Place &place) {
+  void *arguments[] = {const_cast<Parameters *>(&parameters)};
+  check(cudaLaunchKernel(kernel, dim3((unsigned)blocks), dim3((unsigned)threads), arguments, 0,
+                         (cudaStream_t)place.stream),
+        "cudaLaunchKernel");
+}
+
+}  // namespace statestream

@@ -1,0 +1,120 @@
+// statestream._cuda: addresses, counts, codes and a stream in; kernels.py is its only caller.
+#include <pybind11/pybind11.h>
+
+#include "../table_arguments.h"
+#include "adam.h"
+
+namespace py = pybind11;
+using namespace statestream;
+
+namespace {
+
+void check_slice(uint64_t from, int64_t from_bytes, uint64_t to, int64_t to_bytes, int64_t n) {
+  if (n < 0) throw std::invalid_argument("n is negative");
+  check_address(0, "source", from, n, from_bytes);
+  check_address(0, "destination", to, n, to_bytes);
+}
+
+void check_format(int32_t format) {
+  if (!has_format(format)) throw std::invalid_argument("no CUDA kernel for this format");
+}
+
+Place place_of(int device, uint64_t stream) { return {device, (void *)stream}; }
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, m) {
+  m.doc() = "CUDA kernels of statestream; use statestream.kernels";
+  m.attr("SCRATCH_BYTES") = kScratchBytes;
+  m.attr("ARCHS") = STATESTREAM_CUDA_ARCHS;
+
+  m.def("why_not", why_not, py::arg("device"), "Why the kernels cannot run on a device; empty where they can.");
+
+  m.def(
+      "has_adam", [](const py::tuple &formats) { return has_adam(formats_from(formats)); }, py::arg("formats"));
+
+  m.def(
+      "adam",
+      [](const py::buffer &rows, const py::tuple &formats, double lr, double beta1, double beta2, double eps,
+         double weight_decay, bool decoupled, bool bias_correction, bool maximize, double grad_scale, bool advance,
+         int device, uint64_t stream, bool capturable, uint64_t lr_address, uint64_t grad_scale_address,
+         uint64_t found_inf_address, uint64_t scratch_address) {
+        const py::buffer_info info = rows.request();
+        const Table table = table_from(info, formats_from(formats));
+        if (!has_adam(table.formats)) throw std::invalid_argument("no CUDA kernel for these formats");
+        check_address(0, "lr", lr_address, 1, 4 * (lr_address != 0));
+        check_address(0, "grad_scale", grad_scale_address, 1, 4 * (grad_scale_address != 0));
+        check_address(0, "found_inf", found_inf_address, 1, 4 * (found_inf_address != 0));
+        if (!capturable && (lr_address || grad_scale_address || found_inf_address || scratch_address))
+          throw std::invalid_argument("addresses of scalars are for capturable calls");
+        if (capturable) check_address(0, "scratch", scratch_address, table.n, 4);
+        const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction, maximize};
+        const Place place = place_of(device, stream);
+        py::gil_scoped_release nogil;
+        if (capturable)
+          adam_capturable(table.formats, table.rows, table.n, options, grad_scale, advance,
+                          {lr_address, grad_scale_address, found_inf_address, scratch_address}, place);
+        else
+          adam(table.formats, table.rows, table.n, options, grad_scale, advance, place);
+      },
+      py::arg("rows"), py::arg("formats"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+      py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("bias_correction"),
+      py::arg("maximize"), py::arg("grad_scale"), py::arg("advance"), py::arg("device"), py::arg("stream"),
+      py::arg("capturable") = false, py::arg("lr_address") = 0, py::arg("grad_scale_address") = 0,
+      py::arg("found_inf_address") = 0, py::arg("scratch_address") = 0,
+      "One update of every row, queued on a stream; advance: add one to each row's step counter first.\n\n"
+      "Step counters are in host memory, or with capturable on the device; then lr, grad_scale and found_inf may be\n"
+      "addresses of float32 on the device, and scratch has SCRATCH_BYTES a row there.");
+
+  m.def(
+      "advance_steps",
+      [](const py::buffer &counters, int device, uint64_t stream, uint64_t found_inf_address) {
+        const py::buffer_info info = counters.request();
+        if (info.itemsize != 8 || info.ndim != 1 || info.strides[0] != 8)
+          throw std::invalid_argument("counters must be a contiguous buffer of 64-bit addresses");
+        const auto *addresses = static_cast<const uint64_t *>(info.ptr);
+        for (int64_t i = 0; i < info.size; ++i) check_address(i, "step", addresses[i], 1, 4);
+        check_address(0, "found_inf", found_inf_address, 1, 4 * (found_inf_address != 0));
+        const int64_t n = info.size;
+        const Place place = place_of(device, stream);
+        py::gil_scoped_release nogil;
+        advance_steps(addresses, n, found_inf_address, place);
+      },
+      py::arg("counters"), py::kw_only(), py::arg("device"), py::arg("stream"), py::arg("found_inf_address") = 0,
+      "Adds one to each float32 counter on the device, unless found_inf.");
+
+  m.def(
+      "decode",
+      [](int32_t format, uint64_t from, uint64_t to, int64_t n, int device, uint64_t stream) {
+        check_format(format);
+        check_slice(from, format_bytes(format), to, 4, n);
+        const Place place = place_of(device, stream);
+        py::gil_scoped_release nogil;
+        decode(format, (const void *)from, (float *)to, n, place);
+      },
+      py::arg("format"), py::arg("source"), py::arg("destination"), py::arg("n"), py::kw_only(), py::arg("device"),
+      py::arg("stream"), "n elements of a state to FP32.");
+
+  m.def(
+      "encode",
+      [](int32_t format, uint64_t from, uint64_t to, int64_t n, int device, uint64_t stream) {
+        check_format(format);
+        check_slice(from, 4, to, format_bytes(format), n);
+        const Place place = place_of(device, stream);
+        py::gil_scoped_release nogil;
+        encode(format, (const float *)from, (void *)to, n, place);
+      },
+      py::arg("format"), py::arg("source"), py::arg("destination"), py::arg("n"), py::kw_only(), py::arg("device"),
+      py::arg("stream"), "n elements of a state from FP32.");
+
+  m.def(
+      "refresh_master",
+      [](uint64_t weight, uint64_t master, int64_t n, int device, uint64_t stream) {
+        check_slice(weight, 2, master, 4, n);
+        const Place place = place_of(device, stream);
+        py::gil_scoped_release nogil;
+        refresh_master((const uint16_t *)weight, (float *)master, n, place);
+      },
+      py::arg("weight"), py::arg("master"), py::arg("n"), py::kw_only(), py::arg("device"), py::arg("stream"),
+      "Sets the FP32 master to the BF16 weight where it does not round to it.");
+}
