@@ -10,8 +10,9 @@ import importlib
 import os
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,10 @@ __all__ = [
     "NONE",
     "ROW_WORDS",
     "AdamOptions",
+    "DeviceScalars",
     "Formats",
     "adam",
+    "advance_steps",
     "decode",
     "encode",
     "format_of",
@@ -46,17 +49,17 @@ ROW_WORDS = 8
 """64-bit words of one row (tensor_table.h): numel, param, grad, exp_avg, exp_avg_sq, master, step, spare."""
 
 
-def _native(name: str):
+def _native(name: str, build: str):
     try:
         return importlib.import_module(f"statestream.{name}")
     except ImportError as error:
         raise ImportError(
-            f"statestream.{name}, the compiled part of statestream, cannot be imported ({error}). "
+            f"statestream.{name}, {build}statestream, cannot be imported ({error}). "
             "Build it with: pip install --force-reinstall --no-deps statestream (from a checkout: pip install .)"
         ) from error
 
 
-_cpu = _native("_cpu")
+_cpu = _native("_cpu", "the compiled part of ")
 
 
 class Formats(NamedTuple):
@@ -81,6 +84,27 @@ class AdamOptions:
     decoupled: bool
     bias_correction: bool
     maximize: bool
+
+
+@dataclass(frozen=True)
+class DeviceScalars:
+    """float32 scalars on the parameters' device that an update reads when it runs, as a CUDA graph needs.
+
+    `lr` takes the place of the option, `grad_scale` divides the gradients, and where `found_inf` is not
+    zero nothing is changed, step counters included.
+    """
+
+    lr: Tensor | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __post_init__(self):
+        for name in ("lr", "grad_scale", "found_inf"):
+            tensor = getattr(self, name)
+            if tensor is not None and (tensor.dtype is not torch.float32 or tensor.numel() != 1):
+                raise ValueError(
+                    f"{name}: found {tensor.dtype} of shape {tuple(tensor.shape)}; expected one torch.float32"
+                )
 
 
 def format_of(tensor: Tensor) -> int:
@@ -163,14 +187,36 @@ def adam(
     *,
     grad_scale: float = 1.0,
     advance: bool = True,
+    scalars: DeviceScalars | None = None,
     threads: int | None = None,
 ) -> None:
-    """Updates every row in place, once.
+    """Updates every row in place, once; on CUDA it is queued on the current stream.
 
     `rows` is an array('q') of ROW_WORDS a row. `grad_scale` divides the gradients. `advance` adds one
     to each row's step counter first; without it the counters are used as they stand, for callers that
-    update one parameter in several calls.
+    update one parameter in several calls. Step counters are in host memory, unless `scalars` is given:
+    then they are on the device, each row's own, and the host reads nothing.
     """
+    if device.type == "cpu" and scalars is not None:
+        if scalars.found_inf is not None and scalars.found_inf.item():
+            return
+        if scalars.lr is not None:
+            options = replace(options, lr=scalars.lr.item())
+        if scalars.grad_scale is not None:
+            grad_scale *= scalars.grad_scale.item()
+    where: dict[str, Any] = {"threads": threads or num_threads()}
+    if device.type == "cuda":
+        where = _place(device)
+        if scalars is not None:
+            rooms = len(rows) // ROW_WORDS * _cuda_for(device).SCRATCH_BYTES
+            scratch = torch.empty(max(rooms, 1), dtype=torch.uint8, device=device)
+            where.update(
+                capturable=True,
+                scratch_address=scratch.data_ptr(),
+                lr_address=_address(scalars.lr, device),
+                grad_scale_address=_address(scalars.grad_scale, device),
+                found_inf_address=_address(scalars.found_inf, device),
+            )
     _module_for(device).adam(
         rows,
         tuple(formats),
@@ -184,27 +230,41 @@ def adam(
         maximize=options.maximize,
         grad_scale=grad_scale,
         advance=advance,
-        threads=threads or num_threads(),
+        **where,
     )
+
+
+def advance_steps(device: torch.device, steps: list[Tensor], found_inf: Tensor | None = None) -> None:
+    """Adds one to each float32 counter on the device, unless `found_inf`, a float32 there, is not zero."""
+    if device.type == "cpu":
+        if found_inf is None or not found_inf.item():
+            for step in steps:
+                step.add_(1)
+        return
+    counters = array("q", [_address(step, device) for step in steps])
+    _module_for(device).advance_steps(counters, **_place(device), found_inf_address=_address(found_inf, device))
 
 
 def decode(state: Tensor, out: Tensor) -> None:
     """Writes the FP32 values of a contiguous 1-D slice of a state into `out`, same device, same count."""
     _check_slice(state, out)
-    _module_for(state.device).decode(format_of(state), state.data_ptr(), out.data_ptr(), state.numel(), num_threads())
+    _convert(state.device, "decode", format_of(state), state.data_ptr(), out.data_ptr(), state.numel())
 
 
 def encode(values: Tensor, state: Tensor) -> None:
     """Writes FP32 `values` into a contiguous 1-D slice of a state, rounding to its format."""
     _check_slice(state, values)
-    _module_for(state.device).encode(
-        format_of(state), values.data_ptr(), state.data_ptr(), state.numel(), num_threads()
-    )
+    _convert(state.device, "encode", format_of(state), values.data_ptr(), state.data_ptr(), state.numel())
 
 
 def refresh_master(param: Tensor, master: Tensor) -> None:
     """Where the FP32 master does not round to the BF16 parameter, the parameter's value replaces it."""
-    _module_for(param.device).refresh_master(param.data_ptr(), master.data_ptr(), param.numel(), num_threads())
+    _convert(param.device, "refresh_master", param.data_ptr(), master.data_ptr(), param.numel())
+
+
+def _convert(device: torch.device, what: str, *arguments: int) -> None:
+    where = _place(device) if device.type == "cuda" else {"threads": num_threads()}
+    getattr(_module_for(device), what)(*arguments, **where)
 
 
 def _check_slice(state: Tensor, values: Tensor) -> None:
@@ -218,4 +278,33 @@ def _check_slice(state: Tensor, values: Tensor) -> None:
 def _module_for(device: torch.device):
     if device.type == "cpu":
         return _cpu
+    if device.type == "cuda":
+        return _cuda_for(device)
     raise RuntimeError(f"statestream has no kernels for tensors on {device}")
+
+
+@cache
+def _cuda_for(device: torch.device):
+    """The CUDA module, once it is known to run on this device."""
+    cuda = _native("_cuda", "the CUDA part of ")
+    reason = cuda.why_not(_index(device))
+    if reason:
+        raise RuntimeError(f"statestream cannot run on {device}: {reason}")
+    return cuda
+
+
+def _place(device: torch.device) -> dict[str, int]:
+    """The device's number, and the stream that the caller's work is on."""
+    return {"device": _index(device), "stream": torch.cuda.current_stream(device).cuda_stream}
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _address(scalar: Tensor | None, device: torch.device) -> int:
+    if scalar is None:
+        return 0
+    if scalar.device != device or scalar.dtype is not torch.float32:
+        raise ValueError(f"expected a torch.float32 scalar on {device}, found {scalar.dtype} on {scalar.device}")
+    return scalar.data_ptr()
