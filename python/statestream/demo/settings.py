@@ -1,0 +1,89 @@
+"""What the demo was asked for, checked before anything runs."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from statestream import kernels
+from statestream.arguments import MOMENT_DTYPES, as_dtype
+from statestream.demo.controls import CONTROLS
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run of the demo. `control` plants a fault that the comparison has to find."""
+
+    steps: int
+    device: torch.device
+    out: Path
+    moments: torch.dtype
+    seed: int
+    control: str | None = None
+    remark: str | None = None
+    """Why the device is another than one might expect."""
+
+    @property
+    def half(self) -> int:
+        """The step after which the interrupted run is exported."""
+        return self.steps // 2
+
+    @classmethod
+    def checked(
+        cls, *, steps: int, device: str, out: Path, moments: str, seed: int, control: str | None = None
+    ) -> Settings:
+        """Raises ValueError, of one line that begins with the option, for what cannot be done."""
+        if steps < 2:
+            raise ValueError(f"--steps: {steps} is too few; it takes at least 2, to stop half way")
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"--seed: {seed} is out of range; use 0 to {2**32 - 1}")
+        if control is not None and control not in CONTROLS:
+            raise ValueError(f"--plant: {control!r} is unknown; use {', '.join(CONTROLS)}")
+        dtype = as_dtype("--moments", moments, MOMENT_DTYPES)
+        where, remark = _device(device)
+        _prepare(out)
+        return cls(steps, where, out, dtype, seed, control, remark)
+
+
+def _device(name: str) -> tuple[torch.device, str | None]:
+    if name == "cpu":
+        return torch.device("cpu"), None
+    if name == "auto":
+        problem = _cuda_problem(torch.device("cuda"))
+        if problem is None:
+            return torch.device("cuda"), None
+        return torch.device("cpu"), f"on the CPU, as {problem}" if torch.cuda.is_available() else None
+    kind, colon, index = name.partition(":")
+    if kind != "cuda" or (colon and not index.isascii()) or (colon and not index.isdigit()):
+        raise ValueError(f"--device: {name!r} is not one of auto, cpu, cuda and cuda:N")
+    problem = _cuda_problem(torch.device("cuda", int(index)) if index else torch.device("cuda"))
+    if problem is not None:
+        raise ValueError(f"--device: {name} cannot be used: {problem}")
+    return torch.device(name), None
+
+
+def _cuda_problem(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    if (device.index or 0) >= torch.cuda.device_count():
+        return f"torch finds {torch.cuda.device_count()} CUDA device(s)"
+    bf16, fp32 = kernels.BFLOAT16, kernels.FLOAT32
+    try:
+        found = kernels.has_adam(device, kernels.Formats(bf16, bf16, bf16, bf16, fp32))
+    except RuntimeError as error:
+        return str(error)
+    return None if found else "this build of statestream has no CUDA kernels"
+
+
+def _prepare(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out: {str(out)!r} is no folder to write to: {error.strerror or error}") from None
