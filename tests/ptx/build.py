@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import os
+import re
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pybind11
@@ -19,9 +21,8 @@ import pybind11
 __all__ = ["ARCHS", "Built", "build", "find_nvcc"]
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHS = (80, 90)
-
-_TARGETS = [f"-gencode=arch=compute_{arch},code=compute_{arch}" for arch in ARCHS]
+ARCHS = tuple(int(a) for a in os.environ.get("STATESTREAM_PTX_ARCHS", "80 90").split())
+"""compute_NN that the tests run; STATESTREAM_PTX_ARCHS takes their place."""
 
 
 @dataclass(frozen=True)
@@ -41,28 +42,73 @@ def find_nvcc() -> str | None:
 
 
 def build(root: Path = ROOT) -> Built:
-    """The module of a source tree; kept under its build/ and reused while nothing in csrc changes."""
+    """The module of a source tree. Each object is kept under build/ptx and reused while nothing that goes
+    into it changes."""
     nvcc = find_nvcc()
     if nvcc is None:
-        raise RuntimeError("no nvcc in CUDA_HOME, PATH or the nvidia-cuda-nvcc wheel")
-    folder = root / "build" / "ptx" / _key(root, nvcc)
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        work = Path(tempfile.mkdtemp(dir=folder.parent))
-        try:
-            _compile(root, nvcc, work)
+        raise RuntimeError("no nvcc in CUDA_HOME, PATH or the nvidia-cuda-nvcc wheels")
+    cuda, here = root / "csrc" / "cuda", Path(__file__).parent
+    device = [
+        nvcc,
+        *_wheel_flags(root),
+        *(f"-gencode=arch=compute_{a},code=compute_{a}" for a in ARCHS),
+        "--keep",
+        "-c",
+    ]
+    includes = [f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
+    host = [nvcc, "-std=c++17", "-O0", "-Xcompiler=-fPIC,-fvisibility=hidden", *includes]
+    host += ['-DSTATESTREAM_CUDA_ARCHS="PTX"', "-c"]
+    runtime = [nvcc, "-std=c++17", "-O0", "-Xcompiler=-fPIC", "-c"]
+    jobs = [(device, source) for source in sorted(cuda.glob("*.cu"))]
+    jobs += [(host, source) for source in sorted(cuda.glob("*.cpp"))] + [(runtime, here / "fake_cudart.cpp")]
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(lambda job: _made(root, [*job[0], str(job[1])], _inputs(job[1])), jobs))
+    objects = [str(folder / "it.o") for folder in folders]
+    link = [nvcc, "-shared", "--cudart", "none", *objects]
+    module = _made(root, link, []) / "it.o"
+    return Built(module, {a: [p for f in folders for p in f.glob(f"*.compute_{a}.ptx")] for a in ARCHS})
+
+
+def _made(root: Path, command: list[str], inputs: list[Path]) -> Path:
+    """A folder with the output of a command, it.o, and the PTX that came with it."""
+    # Without the root: a copied tree takes the objects that were copied with it.
+    recipe = [part.replace(str(root), "") for part in command]
+    digest = hashlib.sha256(repr((_version(command[0]), pybind11.__version__, recipe)).encode())
+    for path in inputs:
+        digest.update(path.read_bytes())
+    store = root / "build" / "ptx"
+    folder = store / digest.hexdigest()[:24]
+    if folder.exists():
+        return folder
+    store.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=store))
+    try:
+        done = subprocess.run([*command, "-o", str(work / "it.o")], cwd=work, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+        for path in work.iterdir():
+            if path.suffix != ".ptx" and path.name != "it.o":
+                path.unlink()
+        with contextlib.suppress(OSError):  # another process was first
             work.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another process was first
-                raise
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-    ptx = {arch: sorted(folder.glob(f"*.compute_{arch}.ptx")) for arch in ARCHS}
-    return Built(folder / _module_name(), ptx)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
 
 
-def _module_name() -> str:
-    return "_cuda" + sysconfig.get_config_var("EXT_SUFFIX")
+def _inputs(source: Path, seen: frozenset[Path] = frozenset()) -> list[Path]:
+    """A source file and what it includes by name in quotes, those files' own included."""
+    if source in seen or not source.exists():
+        return []
+    found = [source]
+    for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', source.read_text(), re.M):
+        found += _inputs((source.parent / name).resolve(), seen | set(found))
+    return list(dict.fromkeys(found))
+
+
+@cache
+def _version(nvcc: str) -> str:
+    return subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
 
 
 def _wheel_flags(root: Path) -> list[str]:
@@ -71,41 +117,3 @@ def _wheel_flags(root: Path) -> list[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NVCC_EXACT":
             return ast.literal_eval(node.value)
     raise RuntimeError("setup.py has no NVCC_EXACT")
-
-
-def _key(root: Path, nvcc: str) -> str:
-    version = subprocess.run([nvcc, "--version"], check=True, capture_output=True).stdout
-    digest = hashlib.sha256(version + repr((_wheel_flags(root), sys.version, pybind11.__version__)).encode())
-    here = Path(__file__).parent
-    sources = [p for p in sorted((root / "csrc").rglob("*")) if p.is_file() and p.parent.name != "cpu"]
-    for path in [*sources, here / "build.py", here / "fake_cudart.cpp"]:
-        digest.update(str(path.relative_to(root if path.is_relative_to(root) else here)).encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:20]
-
-
-def _compile(root: Path, nvcc: str, folder: Path) -> None:
-    cuda = root / "csrc" / "cuda"
-    archs = '-DSTATESTREAM_CUDA_ARCHS="PTX"'
-    includes = [f"-I{sysconfig.get_path('include')}", f"-I{pybind11.get_include()}"]
-    host = [nvcc, "-std=c++17", "-O0", "-Xcompiler", "-fPIC,-fvisibility=hidden", *includes, archs, "-c"]
-    commands = [
-        # One folder a file: nvcc's temporaries of the same name would meet.
-        [nvcc, *_wheel_flags(root), *_TARGETS, "--keep", "--keep-dir", str(folder), "-c", str(source)]
-        for source in sorted(cuda.glob("*.cu"))
-    ]
-    commands += [[*host, str(source)] for source in sorted(cuda.glob("*.cpp"))]
-    commands.append([*host, "-Xcompiler", "-fvisibility=default", str(Path(__file__).parent / "fake_cudart.cpp")])
-    objects = [str(folder / f"{Path(c[-1]).stem}.o") for c in commands]
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda c, o: _run([*c, "-o", o], folder), commands, objects))
-    _run([nvcc, "-shared", "--cudart", "none", *objects, "-o", str(folder / _module_name())], folder)
-    for path in folder.iterdir():
-        if path.suffix != ".ptx" and path.name != _module_name():
-            path.unlink()
-
-
-def _run(command: list[str], folder: Path) -> None:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")

@@ -45,7 +45,7 @@ class Device:
     multiprocessors: int = 2
     blocks_each: int = 1
     order: Callable[[int], Iterable[int]] = range
-    """From the number of blocks of a launch to the order in which they run."""
+    """From the number of blocks of a launch to those that run, in order."""
     memory: Memory = field(default_factory=Memory)
     launches: list[Launch] = field(default_factory=list)
     counts: Counter = field(default_factory=Counter)
@@ -53,9 +53,9 @@ class Device:
     interpret: bool = True
     """False: launches are noted and not run."""
 
-    def add(self, array: np.ndarray, name: str, *, writable: bool = True) -> int:
-        """Maps an array as the device's memory, at its own address."""
-        return self.memory.add(array, name, writable=writable)
+    def add(self, array: np.ndarray, name: str, *, base: int | None = None, writable: bool = True) -> int:
+        """Maps an array as the device's memory, at its own address unless another is given; the address."""
+        return self.memory.add(array, name, base=base, writable=writable)
 
     @contextmanager
     def module(self):

@@ -418,7 +418,7 @@ def test_text_that_is_not_understood_is_refused(text):
 def test_a_launch_must_fit_the_kernel():
     kernel = parse(".entry k(.param .u64 p) .maxntid 64 { ret; }")["k"]
     launch(kernel, grid=1, block=64, params=bytes(8), memory=Memory())
-    for wrong in ({"block": 65}, {"params": bytes(4)}, {"order": [1]}):
+    for wrong in ({"block": 65}, {"params": bytes(4)}, {"order": [1]}, {"order": [0, 0]}):
         with pytest.raises(ValueError):
             launch(kernel, **{"grid": 1, "block": 64, "params": bytes(8), "memory": Memory()} | wrong)
 

@@ -1,5 +1,6 @@
 """The kernels as nvcc compiled them give the CPU kernel's bits, and touch nothing they should not."""
 
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -104,6 +105,56 @@ def test_options(options):
     check(group, HOT[1], Device(80), options=options, grad_scale=3.0)
 
 
+# ---- more elements than 32 bits count
+
+HUGE = 2**33 + 3 * CHUNK + 13
+MAPPED = 2 * CHUNK + 13
+"""The last elements, which alone are mapped; only the blocks that have them run."""
+FIRST_ADDRESS = 1 << 45
+
+
+def last_blocks(n: int):
+    return range(n - 2, n)
+
+
+def map_the_end(device: Device, n: int, arrays: list[tuple[str, np.ndarray]], read_only: str) -> list[int]:
+    """Addresses of tensors of n elements of which the arrays are the end."""
+    addresses = []
+    for k, (name, end) in enumerate(arrays):
+        address = FIRST_ADDRESS * (k + 1)
+        base = address + (n - end.size) * end.itemsize
+        device.add(end, name, base=base, writable=name != read_only)
+        addresses.append(address)
+    return addresses
+
+
+@pytest.mark.parametrize("formats", HOT[:2], ids=unit)
+def test_indices_have_64_bits(formats):
+    one = tensors(formats, MAPPED, seed=5, step=2)
+    want = [one.copy()]
+    on_cpu(want, formats)
+    device = Device(90, multiprocessors=2**30, order=last_blocks)
+    arrays = [(name, values) for name, values in one.arrays() if name != "step"]
+    row = array("q", [HUGE, *map_the_end(device, HUGE, arrays, "grad"), 0, one.step.ctypes.data, 0])
+    with device.module() as module:
+        module.adam(row, tuple(formats), **vars(ADAMW), grad_scale=1.0, advance=True, device=0, stream=0)
+    assert device.launches[0].grid == -(-HUGE // CHUNK)
+    ran = slice(MAPPED - CHUNK - 13, None)  # of the last two chunks
+    for name, values in one.arrays():
+        assert values[ran].tobytes() == getattr(want[0], name)[ran].tobytes(), name
+
+
+def test_conversion_indices_have_64_bits():
+    n, mapped = HUGE - HUGE % 2048, 2 * 2048  # two blocks of 256 threads with eight elements each
+    bits = np.random.default_rng(6).integers(0, 0x7F80, mapped).astype(np.uint16)
+    out = np.zeros(mapped, np.uint32)
+    device = Device(90, multiprocessors=2**30, order=last_blocks)
+    source, result = map_the_end(device, n, [("source", bits), ("result", out)], "source")
+    with device.module() as module:
+        module.decode(BFLOAT16, source, result, n, device=0, stream=0)
+    assert (out == bits.astype(np.uint32) << 16).all()
+
+
 def test_more_tensors_than_a_launch_holds():
     """Empty ones among them cost nothing."""
     group = [tensors(HOT[1], k % 10 and 1, seed=k) for k in range(580)]
@@ -150,18 +201,15 @@ def test_eight_bfloat16_elements_take_seven_wide_accesses(arch):
 def capturable(group: list[Tensors], formats: Formats, device: Device, options, lr=None, found_inf=None, **call):
     """The call with its counters, lr and found_inf in device memory; the scalars it formed there."""
     scratch = np.zeros(36 * len(group), np.uint8)
+    kept: list[np.ndarray] = []  # the module is given addresses alone
     more = {"capturable": True, "scratch_address": device.add(scratch, "scratch")}
     for name, value in (("lr", lr), ("found_inf", found_inf)):
         if value is not None:
-            array = np.array([value], np.float32)
-            array.flags.writeable = False
-            more[f"{name}_address"] = device.add(array, name, writable=False)
-            more[name] = array
-    arrays = [more.pop(name) for name in ("lr", "found_inf") if name in more]
+            kept.append(np.array([value], np.float32))
+            more[f"{name}_address"] = device.add(kept[-1], name, writable=False)
     for k, one in enumerate(group):
         device.add(one.step, f"step of tensor {k}")
     on_device(group, formats, device, options, **more, **call)
-    del arrays
     return scratch.reshape(-1, 36)
 
 
