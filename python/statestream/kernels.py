@@ -2,6 +2,7 @@
 
 Everything here takes plain (local) tensors; what is a DTensor elsewhere is its local tensor here.
 A row says where one tensor's elements are; a call updates rows that share formats, settings and device.
+Tensors without data (FakeTensorMode, meta) are checked as others are, and nothing is touched: they have no row.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from statestream.tensors import is_fake
 
 __all__ = [
     "NONE",
@@ -121,7 +124,9 @@ def num_threads() -> int:
 def row(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, step: Tensor
 ) -> tuple[int, ...]:
-    """One row: the addresses of tensors that hold the same elements in the same order."""
+    """One row: the addresses of tensors that hold the same elements in the same order; none for fake ones."""
+    if any(is_fake(tensor) for tensor in (param, grad, exp_avg, exp_avg_sq)):
+        return ()
     return (
         param.numel(),
         param.data_ptr(),
