@@ -1,0 +1,1 @@
+"""What several folders of tests share: the modes of FusedAdam, small training runs, comparison by bits."""

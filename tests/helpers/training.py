@@ -1,0 +1,56 @@
+"""Small runs of an optimizer: parameters of awkward shapes, and gradients that are a function of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from helpers.modes import Mode
+
+from statestream import FusedAdam
+
+__all__ = ["SHAPES", "build", "gradient", "make_params", "train"]
+
+SHAPES: tuple[tuple[int, ...], ...] = ((7, 5), (130,), (), (0,), (4, 3, 3, 3), (1, 1), (33, 2))
+"""A matrix, more than a vector's width, a scalar, nothing, a channels_last weight, one element, odd."""
+
+
+def make_params(mode: Mode, seed: int = 0) -> list[torch.nn.Parameter]:
+    """One parameter for each of SHAPES; the 4-D one is channels_last."""
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = mode.param_dtypes
+    params = []
+    for i, shape in enumerate(SHAPES):
+        value = torch.randn(shape, generator=generator).to(dtypes[i % len(dtypes)])
+        if value.dim() == 4:
+            value = value.to(memory_format=torch.channels_last)
+        params.append(torch.nn.Parameter(value))
+    return params
+
+
+def build(mode: Mode, seed: int = 0, **arguments: Any) -> FusedAdam:
+    """FusedAdam of the mode over `make_params`, in two groups of different settings."""
+    params = make_params(mode, seed)
+    groups = [
+        {"params": params[:3]},
+        {"params": params[3:], "lr": 3e-3, "betas": (0.8, 0.99), "weight_decay": 0.2},
+    ]
+    return FusedAdam(groups, **{"lr": 1e-2, "weight_decay": 0.05, **mode.arguments, **arguments})
+
+
+def gradient(param: torch.Tensor, index: int, step: int) -> torch.Tensor:
+    """The gradient of the parameter with that index at that step, whoever asks: over four decades."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + index)
+    scale = 10.0 ** (torch.rand(param.shape, generator=generator) * 4 - 3)
+    value = torch.randn(param.shape, generator=generator) * scale
+    return torch.empty_like(param).copy_(value)
+
+
+def train(optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Runs the numbered steps; parameters are numbered over all groups."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for step in steps:
+        for index, param in enumerate(params):
+            param.grad = gradient(param, index, step)
+        optimizer.step()
