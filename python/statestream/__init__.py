@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from statestream.fused_adam import FusedAdam
+    from statestream.offload import CPUOffloadOptimizer
 
-__all__ = ["FusedAdam"]
+__all__ = ["CPUOffloadOptimizer", "FusedAdam"]
 __version__ = "0.1.0"
 
-_HOMES = {"FusedAdam": "statestream.fused_adam"}
+_HOMES = {"FusedAdam": "statestream.fused_adam", "CPUOffloadOptimizer": "statestream.offload"}
 
 
 def __getattr__(name: str) -> Any:

@@ -61,6 +61,7 @@ class SimulatedDevice:
         self.weights = {q: self.random.choice((0.02, 0.2, 1.0, 1.0, 5.0)) for q in QUEUES}
         self.queues: dict[str, deque[Work]] = {q: deque() for q in QUEUES}
         self.compute, self.load, self.store = QUEUES
+        self.torch_device = torch.device("cpu")
         self.memory = HostMemory()
         self.budget, self.fail_at = budget, fail_at
         self.calls = self.host_waits = self.live_bytes = self.peak_bytes = 0
@@ -136,12 +137,6 @@ class SimulatedDevice:
         self._call("computing")
         self._run_until(self._marker(self.compute))
         yield
-
-    def upload(self, values: torch.Tensor) -> torch.Tensor:
-        self._call(f"upload {values.numel()}")
-        target, staged = torch.full_like(values, float("nan")), values.clone()
-        self._push(self.compute, Work("upload", [lambda: target.copy_(staged)]))
-        return target
 
     def synchronize(self, event: Event) -> None:
         self.host_waits += 1

@@ -1,7 +1,7 @@
 """The few device calls that the offload engine needs: CUDA, and plain host.
 
 The seam: three queues (`compute`, `load`, `store`), each in order by itself; `record` and `wait` join them;
-`copy`, `launch` and `upload` queue work and return at once; `allocate` and `free` take their place in the
+`copy` and `launch` queue work and return at once; `allocate` and `free` take their place in the
 order of the compute queue, as torch's allocator does. `synchronize` and `drain` alone make the host wait.
 Memory, host and device, is a flat uint8 tensor. tests/simulated_device holds a hostile third implementation.
 """
@@ -89,6 +89,7 @@ class HostDevice:
     compute = load = store = None
 
     def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
         self.memory = HostMemory()
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -112,9 +113,6 @@ class HostDevice:
     def computing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def upload(self, values: Tensor) -> Tensor:
-        return values.clone()
-
     def synchronize(self, event: Any) -> None:
         pass
 
@@ -127,18 +125,18 @@ class CudaDevice:
 
     def __init__(self, device: torch.device):
         index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
+        self.torch_device = torch.device("cuda", index)
         self.memory = HostMemory(self._pin, self._unpin)
-        self.load = torch.cuda.Stream(self.device)
-        self.store = torch.cuda.Stream(self.device)
+        self.load = torch.cuda.Stream(self.torch_device)
+        self.store = torch.cuda.Stream(self.torch_device)
 
     @property
     def compute(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+        return torch.cuda.current_stream(self.torch_device)
 
     def allocate(self, nbytes: int) -> Tensor:
         """Device memory of the compute stream."""
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def free(self, block: Tensor) -> None:
         """Returns the memory to the compute stream, which has been made to wait for every other stream that
@@ -165,32 +163,27 @@ class CudaDevice:
         """Around torch operations that belong to the compute queue."""
         return contextlib.nullcontext()
 
-    def upload(self, values: Tensor) -> Tensor:
-        """A few host numbers on the device, in the order of the compute queue, without a host wait. The pinned
-        copy comes from torch's cache, which does not hand it out again before the transfer is over."""
-        return values.pin_memory().to(self.device, non_blocking=True)
-
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
     def drain(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.torch_device)
 
     def _pin(self, address: int, nbytes: int) -> None:
         # Registering is per context: it must be this device's, not whatever is current.
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.torch_device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if code:
             # CUDA remembers the error and would report it at the next kernel launch, whosever that is.
             with contextlib.suppress(RuntimeError):
-                torch.empty(1, device=self.device).fill_(0)
+                torch.empty(1, device=self.torch_device).fill_(0)
             raise RuntimeError(f"cudaHostRegister failed with error {code}")
 
     def _unpin(self, address: int) -> None:
         try:
-            with torch.cuda.device(self.device):
+            with torch.cuda.device(self.torch_device):
                 # Copies may still be on their way.
-                torch.cuda.synchronize(self.device)
+                torch.cuda.synchronize(self.torch_device)
                 torch.cuda.cudart().cudaHostUnregister(address)
         except (AttributeError, RuntimeError, TypeError):
             pass  # the interpreter or the driver is going away, and with it the registration

@@ -1,0 +1,88 @@
+"""An optimizer whose parameters depend on each other: all of its state moves to the device, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from statestream.offload.learn import is_host_scalar, unhooked_step
+from statestream.offload.store import as_param, compact_copy
+from statestream.offload.subset import Subset
+from statestream.offload.units import Units
+from statestream.tensors import local_of
+
+__all__ = ["OnePass"]
+
+
+class OnePass(Units):
+    """Keeps whatever state `inner` makes in pageable host memory between steps. Nothing is known of it, so
+    nothing overlaps and device memory is all of the state."""
+
+    def __init__(self, inner: torch.optim.Optimizer, device: Any):
+        super().__init__(inner, device, None)
+        self.call = unhooked_step(inner)
+        self._moved: dict[int, Tensor] = {}  # host tensors that the optimizer wants on the device
+        self.adopt(dict(inner.state))
+
+    def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
+        for param, state in (existing or {}).items():
+            self.inner.state[param] = self._to_host(state)
+
+    def host_tensor(self, param: Tensor, name: str, value: Tensor) -> Tensor:
+        """Host memory for a state that is loaded."""
+        host = as_param(local_of(value).to("cpu", copy=True), value)
+        if value.dim():
+            self._moved[id(host)] = host
+        return host
+
+    def detached(self) -> torch.optim.Optimizer:
+        twin = super().detached()
+        twin.state = defaultdict(dict)
+        twin.state.update((key, compact_copy(state)) for key, state in self.inner.state.items())
+        return twin
+
+    def step(self, grad_scale: float) -> None:
+        inner = self.inner
+        params = list({id(p): p for p in self.params() if p.grad is not None}.values())
+        self.follow(params)
+        hosts = dict(inner.state)
+        with Subset(inner, self.call) as subset, self.device.computing():
+            locals_ = [local_of(p) for p in params]
+            undo, known = [local.clone() for local in locals_], self._moved
+            try:
+                for key, state in hosts.items():
+                    inner.state[key] = self._to_device(state)
+                subset.update(params)
+                self._moved = {}
+                new = {key: self._to_host(state) for key, state in inner.state.items()}
+            except BaseException:
+                for local, before in zip(locals_, undo, strict=True):
+                    local.copy_(before)
+                new, self._moved = hosts, known
+                raise
+            finally:
+                inner.state.clear()
+                inner.state.update(new)
+
+    def _to_host(self, state: Any) -> Any:
+        def moved(value: Any) -> Any:
+            if is_host_scalar(value, self.device.torch_device):
+                return value
+            host = as_param(local_of(value).to("cpu"), value)
+            self._moved[id(host)] = host
+            return host
+
+        return tree_map(moved, state)
+
+    def _to_device(self, state: Any) -> Any:
+        def moved(value: Any) -> Any:
+            if id(value) in self._moved:
+                return as_param(local_of(value).to(self.device.torch_device, copy=True), value)
+            return copy.deepcopy(value)
+
+        return tree_map(moved, state)

@@ -1,0 +1,343 @@
+"""CPUOffloadOptimizer: any optimizer, with its state in host memory, streamed through the device.
+
+Memory, with S the bytes of state as it is stored (each state of each parameter padded to 256 elements), E the bytes
+of the state as exported (FP32 for FusedAdam, S otherwise) and C = step_chunk_bytes:
+
+* device, between steps: none; during a step: at most C (None: S and, unless FusedAdam is inside, the parameters);
+* host: S always; S + E from `state_dict()` on while its result is held, with `state_dict_snapshot=False` S plus what
+  is not stored as it is exported; a load writes in place and needs S plus the checkpoint.
+
+On a machine without a GPU the same code streams through host memory: then C comes on top of S.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream.arguments import as_number
+from statestream.fused_adam import FusedAdam
+from statestream.offload.checkpoint import export_state, load_state
+from statestream.offload.device import device_for
+from statestream.offload.element_ranges import ElementRanges
+from statestream.offload.one_pass import OnePass
+from statestream.offload.whole_parameters import WholeParameters
+from statestream.tensors import local_of
+
+__all__ = ["CPUOffloadOptimizer"]
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+)
+"""Of torch's optimizers those whose update of an element depends on nothing but that element's history."""
+
+
+class CPUOffloadOptimizer(torch.optim.Optimizer):
+    """Keeps the state of `optimizer` in host memory and streams it through the device in chunks, in every step.
+
+    Loads of the next chunk, the update of this one and stores of the last overlap. Results are those of the
+    optimizer itself, bit for bit.
+
+        opt = CPUOffloadOptimizer(FusedAdam(params, ...), step_chunk_bytes=1 << 30)
+
+    Args:
+        optimizer: a FusedAdam, or any elementwise torch optimizer. From here on use this one in its place; groups,
+            defaults, state and hooks are shared. Its parameters are on one device.
+        step_chunk_bytes: bound, in bytes, of all state on the device at any moment. Strict for FusedAdam, whose
+            parameters are cut into ranges of elements (at least 256). Of other optimizers a parameter is the
+            smallest piece: one that alone exceeds the bound is stepped alone, and a warning says so. None:
+            everything in one pass.
+        elementwise: whether each parameter's update depends on that parameter, its gradient and its state alone.
+            Known for torch's optimizers; of others it has to be said. False: all state moves in one pass.
+        state_dict_snapshot: `state_dict()` copies, so that the result does not change with later steps. False:
+            live tensors, for synchronous saves where host memory is short.
+
+    Raises:
+        ValueError: capturable or differentiable groups, LBFGS, an optimizer of which it is not known whether it is
+            elementwise, parameters on several devices.
+
+    Host memory is taken here, pinned where parameters are on a GPU, in one block a kind of state; if the system
+    refuses to pin it, it is pageable, with one warning. State is read through this object (`opt.state`,
+    `opt.state_dict()`), which waits for the stores of the last step.
+
+    An error in a step leaves every parameter and its state either as before or as after, every gradient in its
+    place, and is raised as it came. GradScaler's found_inf is read before anything moves, which waits for the
+    gradients; a skipped step moves nothing.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        step_chunk_bytes: int | None = None,
+        *,
+        elementwise: bool | None = None,
+        state_dict_snapshot: bool = True,
+    ):
+        _check(optimizer, step_chunk_bytes, elementwise)
+        self._settings = {
+            "step_chunk_bytes": step_chunk_bytes,
+            "elementwise": elementwise,
+            "state_dict_snapshot": bool(state_dict_snapshot),
+        }
+        self.inner = optimizer
+        self._become_optimizer()
+        self.units = self._build()
+
+    def _become_optimizer(self) -> None:
+        """What Optimizer.__init__ sets up, but for groups and state, which are the inner optimizer's."""
+        has_default = "differentiable" in self.inner.defaults
+        super().__setstate__({})
+        if not has_default:  # torch adds it for old pickles; here it would become a group key
+            self.inner.defaults.pop("differentiable", None)
+        self._warned_capturable_if_run_uncaptured = True
+
+    def _build(self) -> ElementRanges | WholeParameters | OnePass:
+        device = device_for(_device_of(self.inner))
+        budget = self._settings["step_chunk_bytes"]
+        if isinstance(self.inner, FusedAdam):
+            units: Any = ElementRanges(self.inner, device, budget)
+        elif self._settings["elementwise"] is False:
+            return OnePass(self.inner, device)
+        else:
+            units = WholeParameters(self.inner, device, budget)
+        oversize = [units.store.layout.units[i].nbytes for i in units.store.plan.oversize]
+        if oversize and not units.splits_parameters:
+            warnings.warn(
+                f"{len(oversize)} parameters need more than step_chunk_bytes={budget} by themselves, the largest "
+                f"{max(oversize)} bytes; each is stepped alone, and that is the bound",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return units
+
+    # ---- what is shared with the inner optimizer ----
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state, in host memory; waits for the last step's stores."""
+        units = self.__dict__.get("units")
+        if units is not None:
+            units.wait()
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.inner.defaults = defaults
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return getattr(self.inner, "_step_supports_amp_scaling", False)
+
+    @property
+    def step_chunk_bytes(self) -> int | None:
+        return self._settings["step_chunk_bytes"]
+
+    @property
+    def state_dict_snapshot(self) -> bool:
+        return self._settings["state_dict_snapshot"]
+
+    @property
+    def host_state_bytes(self) -> int:
+        """Bytes of host memory that hold state."""
+        return self.units.store.nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How many of them are pinned."""
+        return self.units.device.memory.pinned_bytes
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; host memory for the new parameters' state is taken here."""
+        self.units.wait()
+        self.inner.add_param_group(param_group)
+        try:
+            _check_groups(self.inner, self.inner.param_groups[-1:])
+            _device_of(self.inner)
+            self.units.adopt()
+        except BaseException:
+            self.inner.param_groups.pop()
+            raise
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As the inner optimizer does."""
+        if set_to_none is None:
+            self.inner.zero_grad()
+        else:
+            self.inner.zero_grad(set_to_none=set_to_none)
+
+    # ---- the step ----
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **legacy: Any) -> Any:
+        """One step of the inner optimizer. `closure` is evaluated once, before any state moves.
+
+        Step hooks of this optimizer, of the inner one and torch's global ones run once each.
+        """
+        if self.units.torn:
+            raise RuntimeError(
+                f"an earlier step ended in an error that left {', '.join(self.units.torn)} updated in part; load a "
+                "checkpoint of model and optimizer"
+            )
+        args: tuple[Any, ...] = (self.inner,) if closure is None else (self.inner, closure)
+        for hook in list(self.inner._optimizer_step_pre_hooks.values()):
+            changed = hook(self.inner, args, legacy)
+            if changed is not None:
+                if not (isinstance(changed, tuple) and len(changed) == 2):
+                    raise RuntimeError(f"a step pre-hook returned {changed!r}; it must return None or (args, kwargs)")
+                args, legacy = changed
+        legacy = dict(legacy)
+        closure = args[1] if len(args) > 1 else legacy.pop("closure", None)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update(legacy)
+        for hook in list(self.inner._optimizer_step_post_hooks.values()):
+            hook(self.inner, args, legacy)
+        self.inner._opt_called = True  # a scheduler that was given the inner optimizer asks
+        return loss
+
+    def _update(self, legacy: dict[str, Any]) -> None:
+        scaler = legacy.pop("grad_scaler", None) if isinstance(self.inner, FusedAdam) else None
+        if legacy:
+            raise TypeError(f"step() got an unexpected keyword argument {next(iter(legacy))!r}")
+        handed = {k: self.__dict__[k] for k in ("grad_scale", "found_inf") if k in self.__dict__}
+        if scaler is not None:
+            grad_scale, found_inf = self.inner._scaling(scaler)
+        else:
+            grad_scale, found_inf = handed.get("grad_scale"), handed.get("found_inf")
+        if found_inf is not None and as_number(found_inf):
+            return
+        missing = object()
+        before = {k: self.inner.__dict__.get(k, missing) for k in handed}
+        self.inner.__dict__.update(handed)
+        try:
+            self.units.step(1.0 if grad_scale is None else as_number(grad_scale))
+        except BaseException as error:
+            if self.units.torn and hasattr(error, "add_note"):
+                error.add_note(f"updated in part: {', '.join(self.units.torn)}")
+            raise
+        finally:
+            for key, value in before.items():
+                if value is missing:
+                    self.inner.__dict__.pop(key, None)
+                else:
+                    self.inner.__dict__[key] = value
+
+    def refresh_masters(self) -> None:
+        """FusedAdam inside: the next step compares every FP32 master with its weight; for weights that were
+        written through ``.data``."""
+        if not isinstance(self.inner, FusedAdam):
+            raise TypeError(f"{type(self.inner).__name__} has no masters")
+        self.inner._table.forget()
+
+    # ---- checkpoints ----
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict, tensors in host memory: its own keys, dtypes and sharding (FusedAdam:
+        FP32). Nothing goes to the device. A snapshot unless `state_dict_snapshot=False`."""
+        for hook in list(self._optimizer_state_dict_pre_hooks.values()):
+            hook(self)
+        self.units.wait()
+        state_dict = export_state(self.units, snapshot=self.state_dict_snapshot)
+        for hook in list(self._optimizer_state_dict_post_hooks.values()):
+            changed = hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        return state_dict
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads into the host state in place, whatever device the values are on. All is checked first: a load that
+        is refused changes nothing."""
+        state_dict = dict(state_dict)
+        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
+            changed = hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        self.units.wait()
+        load_state(self.units, state_dict)
+        self.units.torn.clear()
+        for hook in list(self._optimizer_load_state_dict_post_hooks.values()):
+            hook(self)
+
+    # ---- deepcopy and pickle ----
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.units.wait()
+        return {"settings": self._settings, "inner": self.units.detached()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__["inner"] = state["inner"]
+        self._settings = state["settings"]
+        self._become_optimizer()
+        self.units = self._build()
+
+    def __repr__(self) -> str:
+        return f"CPUOffloadOptimizer(step_chunk_bytes={self.step_chunk_bytes}, {self.inner!r})"
+
+
+def _check(optimizer: Any, step_chunk_bytes: int | None, elementwise: bool | None) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
+    if isinstance(optimizer, CPUOffloadOptimizer):
+        raise TypeError("optimizer: it is a CPUOffloadOptimizer already")
+    if step_chunk_bytes is not None and (isinstance(step_chunk_bytes, bool) or not isinstance(step_chunk_bytes, int)):
+        raise TypeError(f"step_chunk_bytes: {step_chunk_bytes!r} is not a number of bytes")
+    if step_chunk_bytes is not None and step_chunk_bytes < 1:
+        raise ValueError(f"step_chunk_bytes: {step_chunk_bytes} is not valid; give a positive number of bytes, or None")
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates its closure in the middle of a step; its state cannot be offloaded")
+    if elementwise is None and not isinstance(optimizer, FusedAdam) and type(optimizer) not in ELEMENTWISE:
+        raise ValueError(
+            f"{name}: it is not known whether each parameter's update depends on that parameter alone; pass "
+            "elementwise=True if it does, or elementwise=False to move all of its state in one pass"
+        )
+    if elementwise is False and step_chunk_bytes is not None:
+        raise ValueError(f"{name}: elementwise=False moves all state in one pass; step_chunk_bytes must be None")
+    _check_groups(optimizer, optimizer.param_groups)
+    _device_of(optimizer)
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    for number, group in enumerate(groups):
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise ValueError(
+                    f"{type(optimizer).__name__}: {option}=True (group {number}) does not go with state in host "
+                    f"memory; build it with {option}=False"
+                )
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where the parameters are; ValueError if in several places."""
+    devices = {local_of(p).device for g in optimizer.param_groups for p in g["params"] if isinstance(p, Tensor)}
+    real = {device for device in devices if device.type != "meta"}
+    if len(real) > 1:
+        raise ValueError(
+            f"the parameters are on {', '.join(sorted(map(str, real)))}; use one CPUOffloadOptimizer for each device"
+        )
+    return next(iter(real or devices), torch.device("cpu"))

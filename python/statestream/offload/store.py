@@ -1,0 +1,147 @@
+"""All host state of one optimizer: banks of arenas, and the plan that streams them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream.offload.arena import Arena, Bank
+from statestream.offload.layout import Layout
+from statestream.offload.plan import Plan, Unit, make_plan
+from statestream.tensors import is_dtensor, local_of
+
+__all__ = ["Entry", "Home", "StateStore", "as_param", "compact_copy", "largest_shard"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter's demand: `unit` of the largest shard, and the bytes of each kind of its local shard.
+
+    `unit` may have more sizes than there are kinds: room on the device without a place on the host.
+    """
+
+    param: Tensor
+    unit: Unit
+    local_sizes: tuple[int, ...]
+
+
+@dataclass
+class Home:
+    """Where one parameter's state lies: the `index`-th unit of a bank."""
+
+    param: Tensor
+    bank: Bank
+    index: int
+
+    @property
+    def unit(self) -> int:
+        """Its index in the plan."""
+        return self.bank.first + self.index
+
+
+class StateStore:
+    """Banks of host memory under one budget of device memory (bytes, or None: one pass)."""
+
+    def __init__(self, memory: Any, budget: int | None):
+        self.memory, self.budget = memory, budget
+        self.banks: list[Bank] = []
+        self.homes: dict[int, Home] = {}
+        self._units: list[list[Unit]] = []
+        self._layout: Layout | None = None
+        make_plan((), budget)  # refuses a bad budget before any memory is taken
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(bank.nbytes for bank in self.banks)
+
+    @property
+    def layout(self) -> Layout:
+        if self._layout is None:
+            units = [replace(unit, bank=number) for number, bank in enumerate(self._units) for unit in bank]
+            self._layout = Layout(make_plan(units, self.budget), units, self.banks)
+        return self._layout
+
+    @property
+    def plan(self) -> Plan:
+        return self.layout.plan
+
+    def add(self, kinds: Sequence[str], entries: Sequence[Entry]) -> None:
+        """One bank more, with an arena for each kind."""
+        grains = [[e.unit.sizes[k] // e.unit.grains for e in entries] for k in range(len(kinds))]
+        arenas = [
+            Arena(kind, [e.local_sizes[k] for e in entries], grains[k], self.memory) for k, kind in enumerate(kinds)
+        ]
+        bank = Bank(sum(map(len, self._units)), [e.param for e in entries], arenas)
+        self.banks.append(bank)
+        self._units.append([e.unit for e in entries])
+        for index, entry in enumerate(entries):
+            self.homes[id(entry.param)] = Home(entry.param, bank, index)
+        self._layout = None
+
+    def home(self, param: Tensor) -> Home | None:
+        home = self.homes.get(id(param))
+        return home if home is not None and home.param is param else None
+
+    def keep(self, params: Sequence[Tensor]) -> None:
+        """Gives back the banks that hold state of none of these."""
+        wanted = {id(param) for param in params}
+        self.homes = {key: home for key, home in self.homes.items() if key in wanted}
+        used = {id(home.bank) for home in self.homes.values()}
+        if len(used) == len(self.banks):
+            return
+        kept = [(bank, units) for bank, units in zip(self.banks, self._units, strict=True) if id(bank) in used]
+        self.banks = [bank for bank, _ in kept]
+        self._units = [units for _, units in kept]
+        first = 0
+        for bank, units in kept:
+            bank.first = first
+            first += len(units)
+        self._layout = None
+
+
+def largest_shard(param: Tensor) -> tuple[int, ...]:
+    """The local shape on the rank that has most of a DTensor: every sharded dimension rounded up.
+
+    [5, 1024] over 4 ranks is 2 rows, not 1.25. A plain tensor's own shape.
+    """
+    shape = list(param.shape)
+    if is_dtensor(param):
+        for mesh_dim, placement in enumerate(param.placements):
+            dim = getattr(placement, "dim", None)  # also of _StridedShard, which is no Shard in some versions
+            if dim is not None:
+                shape[dim] = -(-shape[dim] // param.device_mesh.size(mesh_dim))
+    return tuple(shape)
+
+
+def as_param(local: Tensor, like: Tensor) -> Tensor:
+    """`local`, of any device, as the local part of a tensor that is distributed as `like` is."""
+    if not is_dtensor(like):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    spec = copy.copy(like._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    # from_local would move it to the mesh's device.
+    return DTensor(local, spec, requires_grad=False)
+
+
+def compact_copy(value: Any) -> Any:
+    """A copy of host state, containers included; a tensor's has memory of its own (a view would carry its whole
+    arena into a file)."""
+    if isinstance(value, Tensor):
+        if not is_dtensor(value):
+            return value.detach().clone()
+        fresh = torch.empty_like(value, device="cpu")
+        local_of(fresh).copy_(local_of(value))
+        return fresh
+    if isinstance(value, dict):
+        return {k: compact_copy(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([compact_copy(v) for v in value])
+    return value

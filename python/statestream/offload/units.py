@@ -1,0 +1,73 @@
+"""What the ways of stepping an optimizer in parts have in common.
+
+A way is a class over this one: ElementRanges for FusedAdam, WholeParameters for elementwise optimizers, OnePass for
+the rest. Each takes over the state of `inner`, has `adopt` for parameters that were added, and `step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream.offload.device import device_for
+from statestream.offload.store import StateStore
+from statestream.tensors import local_of
+
+__all__ = ["Units"]
+
+
+class Units:
+    """`inner`'s state in a store, and the device that it is streamed to.
+
+    `torn` names parameters that an error left updated in part, which only a device that refuses every further
+    call can bring about.
+    """
+
+    splits_parameters = False
+
+    def __init__(self, inner: torch.optim.Optimizer, device: Any, budget: int | None):
+        self.inner, self.device = inner, device
+        self.store = StateStore(device.memory, budget)
+        self.torn: list[str] = []
+        self._last_store: Any = None
+
+    def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
+        """Host memory for every trained parameter, and `existing` state moved there."""
+        raise NotImplementedError
+
+    def step(self, grad_scale: float) -> None:
+        """One step of every parameter that has a gradient."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Until host memory holds what the last step made."""
+        if self._last_store is not None:
+            self.device.synchronize(self._last_store)
+            self._last_store = None
+
+    def detached(self) -> torch.optim.Optimizer:
+        """A twin of `inner` as it would be had it never been offloaded, its state in memory of its own. Parameters
+        are shared: it is there to be copied or pickled."""
+        twin = object.__new__(type(self.inner))
+        twin.__dict__.update(self.inner.__dict__)
+        return twin
+
+    def params(self) -> Iterator[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.inner.param_groups)
+
+    def follow(self, params: list[Tensor]) -> None:
+        """Streams to where the parameters are now: a model may have moved since. ValueError for several places."""
+        devices = {local_of(param).device for param in params}
+        if len(devices) > 1:
+            raise ValueError(
+                f"parameters are on {', '.join(sorted(map(str, devices)))}; those of one CPUOffloadOptimizer are "
+                "on one device"
+            )
+        if devices and devices != {self.device.torch_device}:
+            self.wait()
+            self.device = device_for(devices.pop())
+            self.store.memory = self.device.memory

@@ -1,0 +1,345 @@
+"""Any elementwise torch optimizer: its state in host memory, stepped some whole parameters at a time.
+
+While a chunk is stepped the optimizer sees the chunk's parameters and gradients alone, and state tensors that lie
+in the ring. What its step counts for itself (a group's step, say) is set back between chunks, so that all chunks
+of a step count as one. The parameters of a chunk are copied aside first: if the step fails they are put back,
+and the state on the host is still the old one. That room is part of the budget.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream.offload import stream
+from statestream.offload.learn import StateKind, is_host_scalar, learn_state, unhooked_step
+from statestream.offload.plan import Unit, padded_bytes
+from statestream.offload.store import Entry, as_param, compact_copy, largest_shard
+from statestream.offload.stream import Stage
+from statestream.offload.subset import Subset
+from statestream.offload.units import Units
+from statestream.tensors import is_dense, local_of
+
+__all__ = ["WholeParameters"]
+
+
+@dataclass
+class _Member:
+    """A parameter and what its state is made of."""
+
+    param: Tensor
+    name: str
+    kinds: dict[str, StateKind]
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(padded_bytes(k.numel, k.dtype.itemsize) for k in self.kinds.values())
+
+    @property
+    def undo_bytes(self) -> int:
+        local = local_of(self.param)
+        return padded_bytes(local.numel(), local.element_size())
+
+
+class WholeParameters(Units):
+    """Keeps `inner`'s state in arenas and steps it through `device`, parameters whole, in chunks of at most
+    `budget` bytes (None: all in one pass)."""
+
+    def __init__(self, inner: torch.optim.Optimizer, device: Any, budget: int | None):
+        super().__init__(inner, device, budget)
+        self.members: dict[int, _Member] = {}
+        self._learnt: dict[Any, tuple[list[StateKind], list[StateKind]]] = {}
+        self._warned = False
+        self.call = unhooked_step(inner)
+        existing = {p: s for p, s in inner.state.items() if isinstance(p, Tensor) and s}
+        self.adopt(existing)
+
+    # ---- state ----
+
+    def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
+        """Host memory for every trained member, and `existing` state moved there."""
+        existing = existing or {}
+        self.reserve([p for p in self.params() if p.requires_grad or p in existing])
+        with torch.no_grad():
+            for param, state in existing.items():
+                if id(param) in self.members:
+                    self.inner.state[param] = self._to_host(self.members[id(param)], state)
+
+    def reserve(self, params: Sequence[Tensor]) -> None:
+        """Host memory for those of `params` that have none yet, in one bank. Contents stay to be made by the
+        optimizer's own first step."""
+        members = {id(p): None for p in self.params()}
+        self.store.keep(list(self.params()))
+        self.members = {key: m for key, m in self.members.items() if key in members and self.store.homes.get(key)}
+        wanted = {id(p) for p in params if self.store.home(p) is None}
+        new: list[_Member] = []
+        planned: list[list[StateKind]] = []
+        for number, group in enumerate(self.inner.param_groups):
+            names = group.get("param_names")
+            for i, param in enumerate(group["params"]):
+                if id(param) in wanted:
+                    wanted.discard(id(param))
+                    kinds, largest = self._kinds(group, number, param)
+                    name = f"'{names[i]}'" if names else f"parameter {i} of group {number}"
+                    new.append(_Member(param, name, {k.name: k for k in kinds}))
+                    planned.append(largest)
+        if not new:
+            return
+        names = tuple(dict.fromkeys(name for m in new for name in m.kinds))
+        self.store.add(names, [self._entry(m, p, names) for m, p in zip(new, planned, strict=True)])
+        self.members.update((id(m.param), m) for m in new)
+
+    def _kinds(self, group: dict[str, Any], number: int, param: Tensor) -> tuple[list[StateKind], list[StateKind]]:
+        """State of the local shard, and of the largest one."""
+        local, largest = tuple(local_of(param).shape), largest_shard(param)
+        found = []
+        for shape in (local, largest):
+            key = (number, shape, param.dtype, local_of(param).device)
+            if key not in self._learnt:
+                self._learnt[key] = learn_state(self.inner, group, shape, param)
+            found.append(self._learnt[key])
+        return found[0], found[1]
+
+    @staticmethod
+    def _entry(member: _Member, planned: list[StateKind], names: tuple[str, ...]) -> Entry:
+        def nbytes(kinds: dict[str, StateKind]) -> list[int]:
+            return [padded_bytes(kinds[n].numel, kinds[n].dtype.itemsize) if n in kinds else 0 for n in names]
+
+        local = nbytes(member.kinds)
+        largest = [max(a, b) for a, b in zip(nbytes({k.name: k for k in planned}), local, strict=True)]
+        undo = 1
+        for size in largest_shard(member.param):
+            undo *= size
+        undo_bytes = max(padded_bytes(undo, member.param.element_size()), member.undo_bytes) if any(largest) else 0
+        return Entry(member.param, Unit((*largest, undo_bytes)), tuple(local))
+
+    def _to_host(self, member: _Member, state: dict[str, Any]) -> dict[str, Any]:
+        """A state dict whose tensors are the arenas' views, with the values of `state`."""
+        host: dict[str, Any] = {}
+        for name, value in state.items():
+            if name in member.kinds and isinstance(value, Tensor):
+                view = self._host_view(member, name)
+                view.copy_(local_of(value))
+                host[name] = as_param(view, value)
+            else:
+                host[name] = value.to("cpu") if isinstance(value, Tensor) else value
+        return host
+
+    def _host_view(self, member: _Member, name: str) -> Tensor:
+        home = self.store.home(member.param)
+        arena = next(a for a in home.bank.arenas if a.kind == name)
+        begin = arena.offsets[home.index]
+        return _shaped(arena.block[begin : begin + arena.sizes[home.index]], member, name)
+
+    def fill(self, param: Tensor, name: str, local: Tensor) -> Tensor:
+        """Writes a saved state into its place; returns the state tensor."""
+        view = self._host_view(self.members[id(param)], name)
+        view.copy_(local)
+        return as_param(view, param) if view.shape == local_of(param).shape else view
+
+    def detached(self) -> torch.optim.Optimizer:
+        twin = super().detached()
+        twin.state = defaultdict(dict)
+        for key, state in self.inner.state.items():
+            twin.state[key] = {name: compact_copy(value) for name, value in state.items()}
+        return twin
+
+    # ---- the step ----
+
+    def step(self, grad_scale: float) -> None:
+        """One step of the optimizer, chunk by chunk. `grad_scale` is the optimizer's own affair."""
+        with_grad = list({id(p): p for p in self.params() if p.grad is not None}.values())
+        self.follow(with_grad)
+        if any(self.store.home(p) is None for p in with_grad):
+            self.wait()
+            self.reserve(with_grad)
+        jobs = {self.store.home(p).unit: self.members[id(p)] for p in with_grad}
+        with Subset(self.inner, self.call) as subset:
+            if not self.store.layout.plan.ring_bytes:
+                subset.update(with_grad)
+                return
+            one_pass = self.store.budget is None
+            old = {u: m for u, m in jobs.items() if one_pass or self.inner.state.get(m.param)}
+            self._stream(old, subset)
+            self._create([m for u, m in jobs.items() if u not in old], subset)
+
+    def _stream(self, jobs: dict[int, _Member], subset: Subset) -> None:
+        if not jobs:
+            return
+        layout = self.store.layout
+        stages = layout.stages(None if len(jobs) == len(layout.units) else jobs.keys())
+        flow = _Flow(self, layout, jobs, subset)
+        self._last_store = stream.run(self.device, layout.plan.ring_bytes, stages, flow)
+
+    def _create(self, members: list[_Member], subset: Subset) -> None:
+        """First steps: the optimizer makes the state on the device, where it is as large as the budget allows, and
+        it moves to the host before the next is made. One thing at a time: it happens once."""
+        run: list[_Member] = []
+        room = self.store.budget or 0
+        for member in [*members, None]:
+            nbytes = 0 if member is None else member.state_bytes + member.undo_bytes
+            if run and (member is None or nbytes > room):
+                self._create_run(run, subset)
+                run, room = [], self.store.budget or 0
+            if member is not None:
+                run.append(member)
+                room -= nbytes
+
+    def _create_run(self, members: list[_Member], subset: Subset) -> None:
+        with self.device.computing():
+            locals_ = [local_of(m.param) for m in members]
+            undo = [local.clone() for local in locals_]
+            try:
+                subset.update([m.param for m in members])
+                made = {id(m.param): self._to_host(m, self._checked(m)) for m in members}
+            except BaseException:
+                for local, before in zip(locals_, undo, strict=True):
+                    local.copy_(before)
+                for m in members:
+                    self.inner.state.pop(m.param, None)
+                raise
+            for m in members:
+                self.inner.state[m.param] = made[id(m.param)]
+
+    def _checked(self, member: _Member) -> dict[str, Any]:
+        """The member's state as the optimizer left it. ValueError where a tensor is not what was learnt."""
+        state = self.inner.state.get(member.param, {})
+        device = self.device.torch_device
+        for name, value in state.items():
+            kind = member.kinds.get(name)
+            if kind is None:
+                if not is_host_scalar(value, device) and not self._warned:
+                    self._warned = True
+                    warnings.warn(
+                        f"state {name!r} of {member.name} was not made by the optimizer's first step; it is moved by "
+                        f"itself, and its {value.numel() * value.element_size()} bytes are not part of the budget",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+            elif isinstance(value, Tensor) and (
+                tuple(local_of(value).shape) != kind.shape or local_of(value).dtype is not kind.dtype
+            ):
+                raise ValueError(
+                    f"state {name!r} of {member.name} is {value.dtype} of local shape {tuple(local_of(value).shape)}; "
+                    f"the first step made it {kind.dtype} of {kind.shape}"
+                )
+        return state
+
+
+class _Flow:
+    """stream.Stepper for one step: each chunk is wholly done or wholly undone."""
+
+    def __init__(self, owner: WholeParameters, layout: Any, jobs: dict[int, _Member], subset: Subset):
+        self.owner, self.layout, self.jobs, self.subset = owner, layout, jobs, subset
+        self.updated: set[int] = set()
+
+    def step(self, stage: Stage, ring: Tensor) -> None:
+        owner, state = self.owner, self.owner.inner.state
+        pieces = [p for p in stage.chunk.pieces if p.unit in self.jobs]
+        members = [self.jobs[p.unit] for p in pieces]
+        with owner.device.computing():
+            undo = self._undo_room(stage, ring, pieces)
+            locals_ = [local_of(m.param) for m in members]
+            slots = [self._slots(stage, ring, p) for p in pieces]
+            hosts = [state.get(m.param) for m in members]
+            for before, local in zip(undo, locals_, strict=True):
+                before.copy_(local)
+            try:
+                for m, host, slot in zip(members, hosts, slots, strict=True):
+                    if host:
+                        state[m.param] = {
+                            name: self._onto_device(value, slot.get(name)) for name, value in host.items()
+                        }
+                self.subset.update([m.param for m in members])
+                news = [self._off_device(m, slot) for m, slot in zip(members, slots, strict=True)]
+            except BaseException:
+                for before, local in zip(undo, locals_, strict=True):
+                    local.copy_(before)
+                for m, host in zip(members, hosts, strict=True):
+                    self._put(m, host)
+                raise
+        for m, host, new in zip(members, hosts, news, strict=True):
+            if host:  # whoever holds the dict goes on seeing the state
+                host.clear()
+                host.update(new)
+            self._put(m, host or new)
+        self.updated.update(p.unit for p in pieces)
+
+    def keeps(self, stage: Stage) -> bool:
+        return False
+
+    def begun(self, stage: Stage) -> bool:
+        return False
+
+    def finish(self, stage: Stage, ring: Tensor) -> None:
+        raise AssertionError("a chunk is done or undone as a whole")
+
+    def torn(self, stages: Sequence[Stage], error: BaseException) -> None:
+        lost = {p.unit for stage in stages for p in stage.chunk.pieces} & self.updated
+        self.owner.torn.extend(self.jobs[unit].name for unit in sorted(lost))
+
+    def _put(self, member: _Member, state: dict[str, Any] | None) -> None:
+        if state is None:
+            self.owner.inner.state.pop(member.param, None)
+        else:
+            self.owner.inner.state[member.param] = state
+
+    def _undo_room(self, stage: Stage, ring: Tensor, pieces: list[Any]) -> list[Tensor]:
+        kind = len(stage.chunk.sizes) - 1
+        rooms = []
+        for piece in pieces:
+            local = local_of(self.jobs[piece.unit].param)
+            at = self.layout.place(stage.chunk, piece, kind)
+            if self.layout.units[piece.unit].sizes[kind]:
+                values = ring[at : at + local.numel() * local.element_size()].view(local.dtype)
+                rooms.append(values.view(local.shape))
+            else:  # a parameter without state among others that have some
+                rooms.append(local.clone())
+        return rooms
+
+    def _slots(self, stage: Stage, ring: Tensor, piece: Any) -> dict[str, Tensor]:
+        member = self.jobs[piece.unit]
+        home = self.owner.store.home(member.param)
+        slots = {}
+        for number, arena in enumerate(home.bank.arenas):
+            if arena.kind in member.kinds:
+                at = self.layout.place(stage.chunk, piece, number)
+                slots[arena.kind] = _shaped(ring[at : at + arena.sizes[home.index]], member, arena.kind)
+        return slots
+
+    def _onto_device(self, value: Any, slot: Tensor | None) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        if slot is not None:
+            return as_param(slot, value)
+        return value.clone() if value.dim() == 0 else value.to(self.owner.device.torch_device, copy=True)
+
+    def _off_device(self, member: _Member, slots: dict[str, Tensor]) -> dict[str, Any]:
+        """The new host state; what the optimizer made anew or put elsewhere is brought into the ring first."""
+        new: dict[str, Any] = {}
+        for name, value in self.owner._checked(member).items():
+            slot = slots.get(name)
+            if isinstance(value, Tensor) and slot is not None:
+                local = local_of(value)
+                if local.data_ptr() != slot.data_ptr() or local.stride() != slot.stride():
+                    slot.copy_(local)
+                new[name] = as_param(self.owner._host_view(member, name), value)
+            else:
+                new[name] = value.to("cpu") if isinstance(value, Tensor) else value
+        return new
+
+
+def _shaped(nbytes: Tensor, member: _Member, name: str) -> Tensor:
+    """A stretch of memory as the state `name`: with the parameter's own strides where it has its shape."""
+    kind, local = member.kinds[name], local_of(member.param)
+    values = nbytes[: kind.numel * kind.dtype.itemsize].view(kind.dtype)
+    if tuple(local.shape) == kind.shape and is_dense(local):
+        return values.as_strided(local.shape, local.stride())
+    return values.view(kind.shape)
