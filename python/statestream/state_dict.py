@@ -18,7 +18,8 @@ from torch import Tensor
 
 from statestream.arguments import check_group_options
 from statestream.moments import MASTER, MOMENTS, STEP, StateFormat
-from statestream.tensors import is_dtensor, is_fake, local_of, same_layout
+from statestream.sharding import local_share
+from statestream.tensors import is_fake, local_of, same_layout
 
 __all__ = ["FORMAT_VERSION", "LoadPlan", "pack_groups", "plan_load", "take_apart", "update_group"]
 
@@ -91,6 +92,10 @@ def plan_load(state_dict: dict[str, Any], groups: list[dict[str, Any]], form: St
             )
         plan.groups.append(_checked_group(saved, group, number))
         names = saved.get("param_names") or group.get("param_names") or saved["params"]
+        if len(names) != len(saved["params"]):
+            raise ValueError(
+                f"group {number}: {len(names)} param_names in the state dict for {len(saved['params'])} params"
+            )
         for key, name, param in zip(saved["params"], names, group["params"], strict=True):
             if id(param) in seen:
                 continue
@@ -118,7 +123,8 @@ def take_apart(loads: list[ParamLoad], states: Mapping[Tensor, dict[str, Any]]) 
         own = states.get(load.param) or {}
         for name, values in (load.values or {}).items():
             if values.untyped_storage()._cdata in live and not _is_same_memory(values, own.get(name)):
-                load.values[name] = values.clone()
+                # In host memory: the device may have no room for it.
+                load.values[name] = torch.empty_like(values, device="cpu").copy_(values)
 
 
 def _is_same_memory(values: Tensor, state: Tensor | None) -> bool:
@@ -183,6 +189,8 @@ def _checked_setting(key: str, value: Any, live: Any, number: int) -> Any:
 
 
 def _checked_state(state: Any, group_step: Any, param: Tensor, label: str, form: StateFormat) -> ParamLoad:
+    if state is not None and not isinstance(state, Mapping):
+        raise ValueError(f"the state of {label}: expected a dict, found {type(state).__name__}")
     # DCP's flat load gives {} for a key that the checkpoint lacks.
     present = {k: v for k, v in (state or {}).items() if v is not None and not (isinstance(v, dict) and not v)}
     if not present:
@@ -222,32 +230,6 @@ def _checked_value(value: Any, name: str, dtype: torch.dtype, param: Tensor, lab
             f"store_param_remainders={value.dtype is torch.int16} to read it"
         )
     return local_share(value, param, name, label)
-
-
-def local_share(value: Tensor, param: Tensor, name: str, label: str) -> Tensor:
-    """This rank's part of `value`, laid over the parameter's local tensor; no communication."""
-    if is_dtensor(value):
-        if not is_dtensor(param):
-            raise ValueError(f"{name} of {label}: a DTensor cannot be loaded into a plain parameter")
-        if tuple(value.placements) != tuple(param.placements) or value.device_mesh.shape != param.device_mesh.shape:
-            raise ValueError(
-                f"{name} of {label}: placements {value.placements} on a mesh of {tuple(value.device_mesh.shape)} "
-                f"in the state dict, {param.placements} on {tuple(param.device_mesh.shape)} in the optimizer; "
-                "load it through torch.distributed.checkpoint, which reshards"
-            )
-    elif is_dtensor(param):
-        from torch.distributed.tensor import distribute_tensor
-
-        value = distribute_tensor(value.detach(), param.device_mesh, param.placements, src_data_rank=None)
-    local = local_of(value)
-    if is_fake(local) and not is_fake(local_of(param)):
-        raise ValueError(f"{name} of {label}: a tensor on {local.device} without data in the state dict")
-    if local.shape != local_of(param).shape:
-        raise ValueError(
-            f"{name} of {label}: local shape {tuple(local.shape)} in the state dict, "
-            f"{tuple(local_of(param).shape)} in the optimizer"
-        )
-    return local.detach().resolve_neg()
 
 
 def _count(value: Any, what: str) -> float:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from helpers.bits import snapshot
 from helpers.modes import MODES
 from helpers.training import build, train

@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import statestream
 import torch
 from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import FORMS, MODES, Mode
 from helpers.training import build, train
-
-import statestream
 
 STEPS = 3
 

@@ -5,7 +5,6 @@ import torch
 from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import FORMS, Mode
 from helpers.training import gradient, train
-
 from statestream import FusedAdam
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -141,7 +140,12 @@ def test_weight_decay_comes_before_the_update(form, capturable, decoupled_grad):
     for dtype in form.param_dtypes:
         param = torch.nn.Parameter(torch.ones(100, dtype=dtype))
         optimizer = FusedAdam(
-            [param], lr=0.1, weight_decay=0.5, capturable=capturable, use_decoupled_grad=decoupled_grad, **form.arguments
+            [param],
+            lr=0.1,
+            weight_decay=0.5,
+            capturable=capturable,
+            use_decoupled_grad=decoupled_grad,
+            **form.arguments,
         )
         setattr(param, "decoupled_grad" if decoupled_grad else "grad", torch.full((100,), 3.0, dtype=dtype))
         optimizer.step()
