@@ -9,7 +9,9 @@ from torch import Tensor
 
 from statestream import kernels
 from statestream.moments import STEP, StateFormat
-from statestream.tensors import flat, is_dtensor, is_fake, local_of
+from statestream.pinned import host_tensors
+from statestream.sharding import around
+from statestream.tensors import flat, is_fake, local_of
 from statestream.transfer import Exporter
 
 __all__ = ["export_on_device", "export_to_host", "unscaled"]
@@ -27,11 +29,11 @@ def unscaled(state: Tensor, form: StateFormat) -> Tensor:
     """A state as its exported dtype: itself, or a new tensor on its device."""
     if not isinstance(state, Tensor) or state.dtype is form.exported_dtype(state.dtype):
         return state
-    out = torch.empty_like(state, dtype=torch.float32)
     local = local_of(state)
+    out = torch.empty_like(local, dtype=torch.float32)
     if local.numel():
-        kernels.decode(flat(local), flat(local_of(out)))
-    return out
+        kernels.decode(flat(local), flat(out))
+    return around(out, state)
 
 
 def export_to_host(states: list[dict[str, Any]], form: StateFormat, staging_bytes: int) -> list[dict[str, Any]]:
@@ -40,29 +42,32 @@ def export_to_host(states: list[dict[str, Any]], form: StateFormat, staging_byte
     A DTensor comes back as a DTensor on the same mesh, with the same placements, shape and stride, and a
     local tensor in host memory. Device memory: `staging_bytes`, freed on return, however large the state.
     """
-    exporter = Exporter(staging_bytes)
+    entries = [
+        (value, value.dtype if name == STEP else form.exported_dtype(value.dtype))
+        for state in states
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    ]
+    hosts = iter(_host_tensors([local_of(value) for value, _ in entries], [dtype for _, dtype in entries]))
     exported = []
-    try:
+    with Exporter(staging_bytes) as exporter:
         for state in states:
             copies: dict[str, Any] = {}
             for name, value in state.items():
-                if not isinstance(value, Tensor):
-                    copies[name] = value
-                    continue
-                dtype = value.dtype if name == STEP else form.exported_dtype(value.dtype)
-                copies[name] = host = _host_tensor_like(value, dtype)
-                exporter.copy(local_of(value), local_of(host))
+                if isinstance(value, Tensor):
+                    host = next(hosts)
+                    exporter.copy(local_of(value), host)
+                    value = around(host, value)
+                copies[name] = value
             exported.append(copies)
-    finally:
-        exporter.finish()
     return exported
 
 
-def _host_tensor_like(state: Tensor, dtype: torch.dtype) -> Tensor:
-    local = local_of(state)
-    # Without a GPU any pin_memory=True raises, even for no elements.
-    pinned = local.device.type == "cuda" and not is_fake(local) and torch.cuda.is_available()
-    if is_dtensor(state):
-        # DTensor.from_local would move the local tensor back to the mesh's device; empty_like does not.
-        return torch.empty_like(state, dtype=dtype, device="cpu", pin_memory=pinned)
-    return torch.empty_like(local, dtype=dtype, device="cpu", pin_memory=pinned)
+def _host_tensors(states: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
+    """A host tensor for each local state: pinned where the state is on a GPU that is there."""
+    on_gpu = [i for i, state in enumerate(states) if state.device.type == "cuda" and not is_fake(state)]
+    pinned = dict(zip(on_gpu, host_tensors([states[i] for i in on_gpu], [dtypes[i] for i in on_gpu]), strict=True))
+    return [
+        pinned[i] if i in pinned else torch.empty_like(state, dtype=dtype, device="cpu")
+        for i, (state, dtype) in enumerate(zip(states, dtypes, strict=True))
+    ]

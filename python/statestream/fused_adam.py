@@ -25,10 +25,19 @@ from statestream.export import export_on_device, export_to_host, unscaled
 from statestream.kernels import AdamOptions
 from statestream.moments import MASTER, STEP, StateFormat
 from statestream.promised_state import PromisedState
-from statestream.state_dict import FORMAT_VERSION, LoadPlan, pack_groups, plan_load, take_apart, update_group
+from statestream.sharding import local_share
+from statestream.state_dict import (
+    FORMAT_VERSION,
+    LoadPlan,
+    ParamLoad,
+    pack_groups,
+    plan_load,
+    take_apart,
+    update_group,
+)
 from statestream.step_table import Call, StepTable
 from statestream.tensors import local_of
-from statestream.transfer import Loader
+from statestream.transfer import LEAST_STAGING_BYTES, Loader
 
 __all__ = ["FusedAdam"]
 
@@ -101,8 +110,11 @@ class FusedAdam(torch.optim.Optimizer):
             raise ValueError("store_param_remainders=True needs master_weights=True")
         if store_param_remainders and capturable:
             raise RuntimeError("capturable=True does not support store_param_remainders=True; use FP32 masters")
-        if isinstance(export_staging_bytes, bool) or int(export_staging_bytes) < 1:
-            raise ValueError(f"export_staging_bytes: {export_staging_bytes!r} is not valid; give a number of bytes")
+        if isinstance(export_staging_bytes, bool) or int(export_staging_bytes) < LEAST_STAGING_BYTES:
+            raise ValueError(
+                f"export_staging_bytes: {export_staging_bytes!r} is not valid; give a number of bytes, "
+                f"{LEAST_STAGING_BYTES} or more"
+            )
         self.form = StateFormat(
             exp_avg=as_dtype("exp_avg_dtype", exp_avg_dtype, MOMENT_DTYPES),
             exp_avg_sq=as_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, MOMENT_DTYPES),
@@ -356,23 +368,26 @@ class FusedAdam(torch.optim.Optimizer):
             hook(self)
 
     def _write(self, plan: LoadPlan) -> None:
-        loader = Loader(self.export_staging_bytes)
         take_apart(plan.params, self.state)
-        for load in plan.params:
-            self._table.forget(load.param)
-            if load.values is None:
-                self.state.pop(load.param, None)
-                continue
-            state = self.state[load.param]
-            self.form.follow(load.param, state)
-            state[STEP].fill_(load.step)
-            for name, values in load.values.items():
-                loader.copy(values, local_of(state[name]))
-            if MASTER in state and MASTER not in load.values:
-                self.form.reset_master(load.param, state)
+        with Loader(self.export_staging_bytes) as loader:
+            for load in plan.params:
+                self._load_param(load, loader)
         self.state.update(plan.other)
         for group, loaded in zip(self.param_groups, plan.groups, strict=True):
             update_group(group, loaded)
+
+    def _load_param(self, load: ParamLoad, loader: Loader) -> None:
+        self._table.forget(load.param)
+        if load.values is None:
+            self.state.pop(load.param, None)
+            return
+        state = self.state[load.param]
+        self.form.follow(load.param, state)
+        state[STEP].fill_(load.step)
+        for name, values in load.values.items():
+            loader.copy(values, local_of(state[name]))
+        if MASTER in state and MASTER not in load.values:
+            self.form.reset_master(load.param, state)
 
     def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
         """A state as FP32 (remainders as int16): the live tensor where it is stored so, else a copy."""
@@ -390,7 +405,9 @@ class FusedAdam(torch.optim.Optimizer):
                 f"{state_name}: expected {wanted} of shape {tuple(param.shape)}, found {unscaled_state.dtype} "
                 f"of {tuple(unscaled_state.shape)}"
             )
-        Loader(self.export_staging_bytes).copy(local_of(unscaled_state.detach()), local_of(state[state_name]))
+        values = local_share(unscaled_state.detach(), param, state_name, "this parameter")
+        with Loader(self.export_staging_bytes) as loader:
+            loader.copy(values, local_of(state[state_name]))
 
     # ---- deepcopy and pickle ----
 

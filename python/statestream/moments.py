@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.sharding import around
 from statestream.tensors import is_fake, local_of, same_layout
 
 __all__ = ["MASTER", "MOMENTS", "STEP", "StateFormat"]
@@ -99,9 +100,13 @@ class StateFormat:
 
     @staticmethod
     def _new(param: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        # By the local tensor: a rank that the mesh leaves out has one too, which DTensor's zeros_like would replace.
+        local = local_of(param.detach())
         if name == MASTER and dtype is torch.float32:
-            return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(param.detach())
-        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+            state = torch.empty_like(local, dtype=dtype).copy_(local)
+        else:
+            state = torch.zeros_like(local, dtype=dtype)
+        return around(state, param)
 
 
 def _copy_values(old: Tensor, new: Tensor) -> None:

@@ -207,6 +207,8 @@ def _checked_state(state: Any, group_step: Any, param: Tensor, label: str, form:
             raise ValueError(f"{name} of {label} is missing from the state dict")
         values[name] = _checked_value(present[name], name, dtypes[name], param, label)
     step = present.get(STEP, group_step)
+    if isinstance(step, Tensor) and is_fake(step) and is_fake(local_of(param)):
+        step = 0.0  # there is nothing to read, and nothing to count
     if step is None:
         raise ValueError(f"step of {label} is missing from the state dict, and its group has none")
     return ParamLoad(param, values, _count(step, f"step of {label}"))
