@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from statestream import kernels
 from statestream.arguments import (
@@ -25,6 +24,7 @@ from statestream.export import export_on_device, export_to_host, unscaled
 from statestream.kernels import AdamOptions
 from statestream.moments import MASTER, STEP, StateFormat
 from statestream.promised_state import PromisedState
+from statestream.scaling import count_on_device, device_scalars, scaling_of
 from statestream.sharding import local_share
 from statestream.state_dict import (
     FORMAT_VERSION,
@@ -220,33 +220,30 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        grad_scale, found_inf = self._scaling(scaler)
-        if found_inf is not None and as_number(found_inf):
+        grad_scale, found_inf = scaling_of(self, scaler)
+        if not self.capturable and found_inf is not None and as_number(found_inf):
             return loss
-        inverse = 1.0 if grad_scale is None else as_number(grad_scale)
         plan = [(group, self._options(group), self._calls(i)) for i, group in enumerate(self.param_groups)]
         for group, options, calls in plan:
             for call in calls:
                 self._table.refresh(call, self.state)
-                kernels.adam(call.device, call.rows, call.formats, options, grad_scale=inverse)
+                if self.capturable:
+                    scalars = device_scalars(group, call.device, grad_scale, found_inf)
+                    kernels.adam(call.device, call.rows, call.formats, options, scalars=scalars)
+                else:
+                    divisor = 1.0 if grad_scale is None else as_number(grad_scale)
+                    kernels.adam(call.device, call.rows, call.formats, options, grad_scale=divisor)
                 self._table.updated(call)
-            group[STEP] += 1
+            if self.capturable:
+                count_on_device(group, found_inf)
+            else:
+                group[STEP] += 1
         return loss
-
-    def _scaling(self, scaler: Any) -> tuple[Tensor | None, Tensor | None]:
-        """The divisor of the gradients and whether to skip, by torch's convention or the peer's."""
-        if scaler is None:
-            return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scaler._per_optimizer_states[id(self)]["stage"] is OptState.UNSCALED:
-            found, scale = scaler._found_inf_per_device(self), None
-        else:
-            found, scale = scaler._check_inf_per_device(self), scaler._get_scale_async()
-        return scale, sum(t.cpu() for t in found.values()) if found else None
 
     def _options(self, group: dict[str, Any]) -> AdamOptions:
         beta1, beta2 = group["betas"]
         return AdamOptions(
-            lr=as_number(group["lr"]),
+            lr=0.0 if self.capturable else as_number(group["lr"]),  # read on the device
             beta1=as_number(beta1),
             beta2=as_number(beta2),
             eps=as_number(group["eps"]),
