@@ -202,6 +202,8 @@ def adam(
     update one parameter in several calls. Step counters are in host memory, unless `scalars` is given:
     then they are on the device, each row's own, and the host reads nothing.
     """
+    if not rows:
+        return
     if device.type == "cpu" and scalars is not None:
         if scalars.found_inf is not None and scalars.found_inf.item():
             return
@@ -241,6 +243,9 @@ def adam(
 
 def advance_steps(device: torch.device, steps: list[Tensor], found_inf: Tensor | None = None) -> None:
     """Adds one to each float32 counter on the device, unless `found_inf`, a float32 there, is not zero."""
+    steps = [step for step in steps if not is_fake(step)]
+    if not steps:
+        return
     if device.type == "cpu":
         if found_inf is None or not found_inf.item():
             for step in steps:
@@ -253,17 +258,25 @@ def advance_steps(device: torch.device, steps: list[Tensor], found_inf: Tensor |
 def decode(state: Tensor, out: Tensor) -> None:
     """Writes the FP32 values of a contiguous 1-D slice of a state into `out`, same device, same count."""
     _check_slice(state, out)
-    _convert(state.device, "decode", format_of(state), state.data_ptr(), out.data_ptr(), state.numel())
+    code = format_of(state)
+    if is_fake(state) or is_fake(out):
+        return
+    _convert(state.device, "decode", code, state.data_ptr(), out.data_ptr(), state.numel())
 
 
 def encode(values: Tensor, state: Tensor) -> None:
     """Writes FP32 `values` into a contiguous 1-D slice of a state, rounding to its format."""
     _check_slice(state, values)
-    _convert(state.device, "encode", format_of(state), values.data_ptr(), state.data_ptr(), state.numel())
+    code = format_of(state)
+    if is_fake(state) or is_fake(values):
+        return
+    _convert(state.device, "encode", code, values.data_ptr(), state.data_ptr(), state.numel())
 
 
 def refresh_master(param: Tensor, master: Tensor) -> None:
     """Where the FP32 master does not round to the BF16 parameter, the parameter's value replaces it."""
+    if is_fake(param) or is_fake(master):
+        return
     _convert(param.device, "refresh_master", param.data_ptr(), master.data_ptr(), param.numel())
 
 
