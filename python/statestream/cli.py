@@ -81,6 +81,7 @@ def main(args: list[str] | None = None) -> None:
             print(f"statestream: {' '.join(text.split())}", file=sys.stderr)
         status = REFUSED
     except (KeyboardInterrupt, typer.Abort):
-        print("statestream: interrupted", file=sys.stderr)
         status = INTERRUPTED
+    if status == INTERRUPTED:  # newer typer returns it, older raises
+        print("statestream: interrupted", file=sys.stderr)
     sys.exit(status or 0)
