@@ -66,7 +66,9 @@ def build(root: Path = ROOT) -> Built:
     objects = [str(folder / "it.o") for folder in folders]
     link = [nvcc, "-shared", "--cudart", "none", *objects]
     module = _made(root, link, []) / "it.o"
-    return Built(module, {a: [p for f in folders for p in f.glob(f"*.compute_{a}.ptx")] for a in ARCHS})
+    # How nvcc names them depends on the number of architectures.
+    texts = [path for folder in folders for path in sorted(folder.glob("*.ptx"))]
+    return Built(module, {a: [p for p in texts if f"\n.target sm_{a}\n" in p.read_text()] for a in ARCHS})
 
 
 def _made(root: Path, command: list[str], inputs: list[Path]) -> Path:
@@ -117,3 +119,7 @@ def _wheel_flags(root: Path) -> list[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NVCC_EXACT":
             return ast.literal_eval(node.value)
     raise RuntimeError("setup.py has no NVCC_EXACT")
+
+
+if __name__ == "__main__":
+    print(build().module)
