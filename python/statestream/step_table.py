@@ -19,7 +19,7 @@ from statestream import kernels
 from statestream.arguments import check_param
 from statestream.kernels import Formats
 from statestream.moments import MASTER, STEP, StateFormat
-from statestream.tensors import copy_version, is_dense, local_of, same_layout
+from statestream.tensors import address_of, copy_version, is_dense, local_of, same_layout
 
 __all__ = ["Call", "StepTable"]
 
@@ -143,7 +143,7 @@ class StepTable:
 
     def remember(self, param: Tensor) -> None:
         local = local_of(param)
-        self._seen[id(param)] = _Seen(param, local.data_ptr(), copy_version(param), copy_version(local))
+        self._seen[id(param)] = _Seen(param, address_of(local), copy_version(param), copy_version(local))
 
     def forget(self, param: Tensor | None = None) -> None:
         """The next step compares the parameter (or every one) with its master."""
@@ -158,7 +158,7 @@ class StepTable:
             seen is None
             or seen.param is not param
             or seen.version is None
-            or seen.address != local.data_ptr()
+            or seen.address != address_of(local)
             or seen.version != copy_version(param)
             or seen.local_version != copy_version(local)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["copy_version", "flat", "is_dense", "is_fake", "local_of", "same_layout"]
+__all__ = ["address_of", "copy_version", "flat", "is_dense", "is_fake", "local_of", "same_layout"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -34,6 +34,11 @@ def is_fake(tensor: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Address of the first element; 0 where there are no data."""
+    return 0 if is_fake(tensor) else tensor.data_ptr()
 
 
 def is_dense(tensor: Tensor) -> bool:
