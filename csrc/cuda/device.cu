@@ -29,11 +29,11 @@ std::string reason(cudaError_t error, int device) {
     case cudaErrorInvalidDeviceFunction:
       (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
       (void)cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-      return "its compute capability is " + std::to_string(major) + "." + std::to_string(minor) +
-             " and statestream was built for " STATESTREAM_CUDA_ARCHS
-             ": build it with STATESTREAM_CUDA_ARCHS=" +
-             std::to_string(major) + std::to_string(minor) + " (8.0 is the least that it supports) [" +
-             cudaGetErrorName(error) + "]";
+      return "its compute capability is " + std::to_string(major) + "." + std::to_string(minor) + ", " +
+             (major < 8 ? std::string("and statestream needs 8.0 or later")
+                        : "and statestream was built for " STATESTREAM_CUDA_ARCHS
+                          ": build it with STATESTREAM_CUDA_ARCHS=" + std::to_string(major) + std::to_string(minor)) +
+             " [" + cudaGetErrorName(error) + "]";
     default:
       return in_words(error);
   }

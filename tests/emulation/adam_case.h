@@ -1,0 +1,24 @@
+// One Adam call, by the emulated kernels and by the CPU kernel, compared bit for bit.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "../../csrc/cuda/adam.h"
+#include "guarded.h"
+#include "values.h"
+
+struct AdamCase {
+  statestream::TableFormats formats;
+  std::string lengths = "short";    // short, chunk, many
+  std::string offsets = "aligned";  // aligned, together, varied, apart
+  std::string steps = "same";       // same, different
+  Values values = Values::kOrdinary;
+  bool l2 = false, maximize = false, bias_correction = true;
+  bool capturable = false, advance = true;
+  bool scalars_on_device = false, skip = false;  // capturable only: lr and grad_scale; found_inf of 1
+  double grad_scale = 1;
+  uint64_t seed = 1;
+};
+
+// Empty where all bits agree and nothing outside was touched, else what differs.
+std::string run(const AdamCase &c);

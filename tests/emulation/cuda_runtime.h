@@ -1,0 +1,165 @@
+// Stands where CUDA's own header stands, so that the .cu files, launchers included, compile as plain
+// C++ and run on ordinary memory. For tests only. Kernels without barriers, shuffles or atomics.
+#pragma once
+#include <stdint.h>
+#include <string.h>
+
+#include <numeric>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __grid_constant__ &  // parameters are large, and every thread would copy them
+
+struct dim3 {
+  unsigned x, y, z;
+  constexpr dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+// Aligned as on the device: -fsanitize=alignment stops an access that would fault there.
+struct __attribute__((may_alias, aligned(16))) uint4 {
+  uint32_t x, y, z, w;
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+namespace emulation {
+
+enum class Order { kForward, kReverse, kShuffled };
+
+struct Settings {
+  Order order = Order::kForward;  // of all threads of a launch
+  uint64_t shuffle = 1;           // seed of the shuffled order
+  int multiprocessors = 1;
+  int blocks_per_multiprocessor = 2;
+  int count_error = 0, image_error = 0, driver = 13000, capability = 90;  // what a device that cannot run says
+  bool (*runs_block)(unsigned block) = nullptr;  // which blocks of a launch run; null: all
+};
+inline Settings settings;
+
+struct Counters {
+  uint64_t launches, threads, wide_loads, wide_stores;
+};
+inline Counters counters;
+
+}  // namespace emulation
+
+inline uint4 __ldcs(const uint4 *from) {
+  ++emulation::counters.wide_loads;
+  return *from;
+}
+inline void __stcs(uint4 *to, uint4 value) {
+  ++emulation::counters.wide_stores;
+  *to = value;
+}
+
+namespace statestream {
+// cvt.rn.bf16x2.f32: nearest even, and 0x7fff for a NaN.
+inline uint32_t cvt_rn_bf16(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  if (x != x) return 0x7fff;
+  const uint32_t kept = u >> 16, rest = u & 0xffff;
+  return kept + (rest > 0x8000 || (rest == 0x8000 && kept % 2));
+}
+inline uint32_t cvt_rn_bf16x2(float high, float low) { return cvt_rn_bf16(high) << 16 | cvt_rn_bf16(low); }
+}  // namespace statestream
+
+// The few calls of the runtime that the launchers make.
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorInsufficientDriver = 35,
+  cudaErrorInvalidDeviceFunction = 98,
+  cudaErrorNoDevice = 100,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorUnsupportedPtxVersion = 222,
+};
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+};
+struct cudaFuncAttributes {};
+using cudaStream_t = struct Stream *;
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char *cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "cudaSuccess";
+    case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
+    case cudaErrorInsufficientDriver: return "cudaErrorInsufficientDriver";
+    case cudaErrorInvalidDeviceFunction: return "cudaErrorInvalidDeviceFunction";
+    case cudaErrorNoDevice: return "cudaErrorNoDevice";
+    case cudaErrorNoKernelImageForDevice: return "cudaErrorNoKernelImageForDevice";
+    case cudaErrorUnsupportedPtxVersion: return "cudaErrorUnsupportedPtxVersion";
+  }
+  return "unrecognized error code";
+}
+inline const char *cudaGetErrorString(cudaError_t error) { return error ? "some error" : "no error"; }
+inline cudaError_t cudaGetDeviceCount(int *count) {
+  if (!emulation::settings.count_error) *count = 1;
+  return (cudaError_t)emulation::settings.count_error;
+}
+inline cudaError_t cudaDriverGetVersion(int *version) {
+  *version = emulation::settings.driver;
+  return cudaSuccess;
+}
+inline cudaError_t cudaRuntimeGetVersion(int *version) {
+  *version = 13000;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int *device) {
+  *device = 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
+inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount: *value = emulation::settings.multiprocessors; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = emulation::settings.capability / 10; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = emulation::settings.capability % 10; break;
+  }
+  return cudaSuccess;
+}
+template <class Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, Kernel *) {
+  return (cudaError_t)emulation::settings.image_error;
+}
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel *, int, size_t) {
+  *blocks = emulation::settings.blocks_per_multiprocessor;
+  return cudaSuccess;
+}
+
+template <class Parameters>
+cudaError_t cudaLaunchKernel(void (*kernel)(const Parameters &), dim3 grid, dim3 block, void **arguments, size_t,
+                             cudaStream_t) {
+  // The limits of the device: a grid without blocks is an error there too.
+  if (!grid.x || !block.x || block.x > 1024 || sizeof(Parameters) > 32764) return cudaErrorInvalidValue;
+  const auto &settings = emulation::settings;
+  // The device gets its copy of the parameters at the launch.
+  const Parameters parameters = *static_cast<const Parameters *>(arguments[0]);
+  ++emulation::counters.launches;
+  gridDim = grid;
+  blockDim = block;
+  const uint64_t threads = (uint64_t)grid.x * block.x;
+  uint64_t stride = settings.shuffle * 2654435761u % threads;
+  while (std::gcd(stride, threads) != 1) ++stride;
+  for (uint64_t q = 0; q < threads; ++q) {
+    const uint64_t thread = settings.order == emulation::Order::kForward   ? q
+                            : settings.order == emulation::Order::kReverse ? threads - 1 - q
+                                                                           : q * stride % threads;
+    blockIdx = dim3((unsigned)(thread / block.x));
+    threadIdx = dim3((unsigned)(thread % block.x));
+    if (settings.runs_block && !settings.runs_block(blockIdx.x)) {
+      q += settings.order == emulation::Order::kForward ? block.x - 1 - threadIdx.x : 0;
+      continue;
+    }
+    ++emulation::counters.threads;
+    kernel(parameters);
+  }
+  return cudaSuccess;
+}

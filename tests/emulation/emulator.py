@@ -1,0 +1,95 @@
+"""Builds the emulated kernels with g++ and runs cases on them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["Outcome", "build", "compiler", "run"]
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+
+COMMON = [
+    *("-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-pthread", "-x", "c++"),
+    *("-Wall", "-Werror", "-Wno-unknown-pragmas", f"-I{HERE}"),
+]
+SANITIZED = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+REFERENCE = ["-O2"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case came to."""
+
+    case: str
+    difference: str
+    """"ok", or where the emulated kernels and the CPU's differ."""
+    launches: int
+    threads: int
+    wide_loads: int
+    """128-bit loads."""
+    wide_stores: int
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+@cache
+def build() -> Path:
+    """The program that runs cases; kept in the temporary folder until a source changes."""
+    csrc = ROOT / "csrc"
+    sanitized = [*sorted((csrc / "cuda").glob("*.cu")), *sorted(HERE.glob("*.cpp"))]
+    reference = [csrc / "cpu" / name for name in ("adam.cpp", "convert.cpp", "form_portable.cpp", "threads.cpp")]
+    headers = [p for p in sorted([*csrc.rglob("*"), *HERE.iterdir()]) if p.suffix in (".h", ".cuh")]
+    digest = hashlib.sha256(repr([compiler(), COMMON, SANITIZED, REFERENCE]).encode())
+    for source in [*sanitized, *reference, *headers]:
+        digest.update(source.name.encode() + source.read_bytes())
+    folder = Path(tempfile.gettempdir()) / f"statestream-emulation-{digest.hexdigest()[:20]}"
+    program = folder / "emulate"
+    if program.exists():
+        return program
+    with tempfile.TemporaryDirectory() as scratch:
+        work = [(p, SANITIZED, Path(scratch) / f"{p.name}.o") for p in sanitized]
+        work += [(p, REFERENCE, Path(scratch) / f"cpu_{p.name}.o") for p in reference]
+        work.sort(key=lambda w: w[0].stem not in ("adam", "form_portable"))  # the slow ones first
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda w: _compile(*w), work))
+        _call([compiler(), "-fsanitize=address,undefined", *(str(o) for _, _, o in work), "-o", f"{scratch}/emulate"])
+        folder.mkdir(exist_ok=True)
+        # A copy and a rename: another process may be at the same.
+        partial = folder / f"emulate.{os.getpid()}"
+        shutil.copy2(f"{scratch}/emulate", partial)
+        partial.rename(program)
+    return program
+
+
+def _compile(source: Path, flags: list[str], target: Path) -> None:
+    _call([compiler(), *COMMON, *flags, "-c", str(source), "-o", str(target)])
+
+
+def _call(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
+
+
+def run(cases: list[str]) -> list[Outcome]:
+    """Runs cases, one a line (emulate.cpp). RuntimeError with the sanitizer's report where one stops it."""
+    done = subprocess.run([str(build())], input="\n".join(cases) + "\n", capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    if len(lines) != len(cases):
+        raise RuntimeError(f"stopped in: {cases[len(lines)]}\n{done.stderr[:6000]}")
+    outcomes = []
+    for case, line in zip(cases, lines, strict=True):
+        _, difference, *counts = line.split("|")
+        outcomes.append(Outcome(case, difference, *map(int, counts)))
+    return outcomes
