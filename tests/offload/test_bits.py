@@ -1,0 +1,149 @@
+"""The offloaded optimizer gives the bits of the optimizer itself, however its state is cut."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from statestream import CPUOffloadOptimizer, FusedAdam
+
+from .conftest import assert_same_training, make_params, set_grads, train
+
+OPTIMIZERS = {
+    "fused_adam": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1),
+    "fused_adam_l2": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1, adam_w_mode=False, maximize=True),
+    "fused_adam_masters": lambda p: FusedAdam(p, lr=0.1, master_weights=True, exp_avg_dtype="bf16"),
+    "fused_adam_remainders": lambda p: FusedAdam(p, lr=0.1, master_weights=True, store_param_remainders=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
+    "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
+    "sgd_nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "rprop": lambda p: torch.optim.Rprop(p),
+}
+
+CHUNKS = {"smallest": 1, "one_matrix": 30_000, "middle": 60_000, "all": 1 << 30, "one_pass": None}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*need more than step_chunk_bytes")
+        yield
+
+
+def missing(step):
+    return {0: (), 1: (1, 4), 2: (0,)}.get(step, ())
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "mixed"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_five_steps_are_bit_equal(name, dtype, chunk):
+    params, reference = make_params(dtype), make_params(dtype)
+    plain = OPTIMIZERS[name](reference)
+    offloaded = CPUOffloadOptimizer(OPTIMIZERS[name](params), CHUNKS[chunk])
+    train(plain, reference, range(5), missing)
+    train(offloaded, params, range(5), missing)
+    assert_same_training(params, offloaded, reference, plain)
+
+
+@pytest.mark.parametrize("chunk", ["smallest", "middle", "one_pass"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_save_and_load_in_the_middle_is_bit_equal(name, chunk):
+    params, reference = make_params("mixed"), make_params("mixed")
+    plain = OPTIMIZERS[name](reference)
+    train(plain, reference, range(6), missing)
+    first = CPUOffloadOptimizer(OPTIMIZERS[name](params), CHUNKS[chunk])
+    train(first, params, range(3), missing)
+    saved = first.state_dict()
+    train(first, params, range(3, 4))  # a snapshot does not notice
+
+    again = make_params("mixed")
+    second = OPTIMIZERS[name](again)
+    train(second, again, range(3), missing)
+    loaded = CPUOffloadOptimizer(OPTIMIZERS[name](again), CHUNKS["middle"])
+    loaded.load_state_dict(saved)
+    train(loaded, again, range(3, 6), missing)
+    assert_same_training(again, loaded, reference, plain)
+
+
+@pytest.mark.parametrize("name", ["fused_adam_masters", "adamw", "sgd_momentum"])
+def test_groups_with_settings_of_their_own(name):
+    params, reference = make_params("mixed"), make_params("mixed")
+
+    def groups(p):
+        return [{"params": p[:2]}, {"params": p[2:5], "lr": 0.01}, {"params": p[5:], "weight_decay": 0.3}]
+
+    plain = OPTIMIZERS[name](groups(reference))
+    offloaded = CPUOffloadOptimizer(OPTIMIZERS[name](groups(params)), 20_000)
+    for step in range(4):
+        for optimizer in (plain, offloaded):
+            optimizer.param_groups[1]["lr"] = 0.01 * (step + 1)
+        train(plain, reference, [step])
+        train(offloaded, params, [step])
+    assert_same_training(params, offloaded, reference, plain)
+
+
+@pytest.mark.parametrize("name", ["fused_adam_masters", "adamw"])
+def test_layouts_that_are_not_contiguous(name):
+    def params():
+        torch.manual_seed(3)
+        return [
+            torch.nn.Parameter(torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last)),
+            torch.nn.Parameter(torch.randn(40, 30).t()),
+            torch.nn.Parameter(torch.randn(0)),
+            torch.nn.Parameter(torch.randn(601)[1:]),
+        ]
+
+    mine, reference = params(), params()
+    plain, offloaded = OPTIMIZERS[name](reference), CPUOffloadOptimizer(OPTIMIZERS[name](mine), 2_000)
+    for step in range(3):
+        for optimizer, ps in ((plain, reference), (offloaded, mine)):
+            set_grads(ps, step)
+            optimizer.step()
+    assert_same_training(mine, offloaded, reference, plain)
+
+
+def test_an_optimizer_that_has_stepped_before_is_taken_over():
+    for name in ("fused_adam_masters", "adamw", "sgd_momentum"):
+        params, reference = make_params("mixed"), make_params("mixed")
+        plain, inner = OPTIMIZERS[name](reference), OPTIMIZERS[name](params)
+        train(plain, reference, range(4))
+        train(inner, params, range(2))
+        offloaded = CPUOffloadOptimizer(inner, 20_000)
+        train(offloaded, params, range(2, 4))
+        assert_same_training(params, offloaded, reference, plain)
+
+
+def test_weights_loaded_later_are_where_the_next_step_starts():
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    plain, offloaded = OPTIMIZERS["fused_adam_masters"](reference), None
+    offloaded = CPUOffloadOptimizer(OPTIMIZERS["fused_adam_masters"](params), 3_000)
+    for optimizer, ps in ((plain, reference), (offloaded, params)):
+        train(optimizer, ps, range(2))
+        with torch.no_grad():
+            for p, new in zip(ps, make_params(torch.bfloat16, seed=9), strict=True):
+                p.copy_(new)
+        train(optimizer, ps, range(2, 4))
+    assert_same_training(params, offloaded, reference, plain)
+    for p in params:
+        p.data.copy_(torch.ones_like(p))
+    for p in reference:
+        p.data.copy_(torch.ones_like(p))
+    offloaded.refresh_masters()
+    plain.refresh_masters()
+    train(plain, reference, [4])
+    train(offloaded, params, [4])
+    assert_same_training(params, offloaded, reference, plain)
