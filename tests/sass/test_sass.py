@@ -1,0 +1,77 @@
+"""Limits on the machine code of the kernels, which say how fast they can be where there is no GPU to time them."""
+
+import json
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+
+from .disassembly import ARCHS, Kernel, find, kernels, kernels_of
+
+HERE = Path(__file__).parent
+RULES = json.loads((HERE / "limits.json").read_text())["rules"]
+
+pytestmark = [
+    pytest.mark.skipif(find("nvcc") is None, reason="SASS gates need nvcc (CUDA_HOME, PATH or nvidia-cuda-nvcc)"),
+    pytest.mark.skipif(find("nvdisasm") is None, reason="SASS gates need nvdisasm (PATH or nvidia-cuda-nvdisasm)"),
+    pytest.mark.timeout(600),
+]
+
+
+def breaches(kernel: Kernel) -> list[str]:
+    """What a kernel exceeds of the rules that it matches."""
+    found = []
+    for rule in RULES:
+        if kernel.arch not in rule["archs"] or not fnmatchcase(kernel.name, rule["kernel"]):
+            continue
+        for what, limit in rule.items():
+            if what in ("kernel", "archs"):
+                continue
+            value = getattr(kernel, what)
+            if value != limit if what.startswith("wide") else value > limit:
+                found.append(f"sm_{kernel.arch} {kernel.name}: {what} {value}, limit {limit}")
+    return found
+
+
+def bytes_of(name: str) -> tuple[int, int]:
+    """Bytes that an adam_kernel loads and stores an element, from the formats in its name."""
+    weight, grad, exp_avg, exp_avg_sq = re.fullmatch(r"adam_kernel<(.+), (\w+), (\w+), (\w+)>", name).groups()
+    width = {"Float32": 4, "BFloat16": 2}
+    loaded, stored = {
+        "PlainWeight<Float32>": (4, 4),
+        "PlainWeight<BFloat16>": (2, 2),
+        "MasterWeight": (4, 6),  # the BF16 weight is written only
+        "RemainderWeight": (4, 4),
+    }[weight]
+    moments = width[exp_avg] + width[exp_avg_sq]
+    return loaded + width[grad] + moments, stored + moments
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_no_kernel_exceeds_its_limits(arch):
+    assert [breach for kernel in kernels() if kernel.arch == arch for breach in breaches(kernel)] == []
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_byte_moves_by_128_bit_accesses(arch):
+    adam = [k for k in kernels() if k.arch == arch and k.name.startswith("adam_kernel")]
+    assert len(adam) == 32
+    for kernel in adam:
+        loaded, stored = bytes_of(kernel.name)
+        assert (kernel.wide_loads, kernel.wide_stores) == (loaded * 8 // 16, stored * 8 // 16), kernel.name
+
+
+def test_every_kernel_has_a_register_limit_of_its_own():
+    for kernel in kernels():
+        matching = [r for r in RULES if kernel.arch in r["archs"] and fnmatchcase(kernel.name, r["kernel"])]
+        assert any("registers" in rule for rule in matching), kernel.name
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_spills_and_narrow_accesses_are_seen(arch):
+    planted = {kernel.name: kernel for kernel in kernels_of(HERE / "planted.cu", arch)}
+    spills, narrow = planted["spills"], planted["narrow_stores"]
+    assert any("spill_bytes" in breach for breach in breaches(spills))
+    assert any("narrow_accesses 4" in breach for breach in breaches(narrow))
+    assert (narrow.wide_loads, narrow.wide_stores) == (1, 0)
