@@ -17,6 +17,8 @@ from statestream.offload.plan import GRAIN_ELEMENTS
 
 from .conftest import assert_same_training, assert_same_values, make_params, set_grads
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes")
+
 MAKERS = {
     "fused_adam": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1),
     "fused_adam_masters": lambda p: FusedAdam(p, lr=0.1, master_weights=True, exp_avg_dtype="bf16"),

@@ -16,6 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .conftest import assert_same_training, assert_same_values, make_params, set_grads, train
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes")
+
 MAKERS = {
     "fused_adam": lambda p: FusedAdam(p, lr=0.1, master_weights=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
