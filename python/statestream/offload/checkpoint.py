@@ -14,7 +14,7 @@ from statestream.offload.element_ranges import ElementRanges
 from statestream.offload.one_pass import OnePass
 from statestream.offload.store import compact_copy
 from statestream.offload.whole_parameters import WholeParameters
-from statestream.state_dict import local_share
+from statestream.sharding import local_share
 from statestream.tensors import local_of
 
 __all__ = ["export_state", "load_state"]

@@ -22,10 +22,11 @@ from statestream.kernels import AdamOptions, Formats
 from statestream.moments import MASTER, MOMENTS, STEP, StateFormat
 from statestream.offload import stream
 from statestream.offload.plan import GRAIN_ELEMENTS, Piece, Unit, padded_bytes
-from statestream.offload.store import Entry, as_param, compact_copy, largest_shard
+from statestream.offload.store import Entry, compact_copy, largest_shard
 from statestream.offload.stream import Stage
 from statestream.offload.units import Units
 from statestream.promised_state import PromisedState
+from statestream.sharding import around
 from statestream.step_table import Call, StepTable
 from statestream.tensors import flat, is_fake, local_of, same_layout
 
@@ -154,7 +155,7 @@ class ElementRanges(Units):
         state: dict[str, Any] = {STEP: self._counters[id(param)]}
         for name, dtype in self.inner.form.dtypes(param).items():
             arena = home.bank.arenas[KINDS.index(name)]
-            state[name] = as_param(arena.view(home.index, dtype, local), param)
+            state[name] = around(arena.view(home.index, dtype, local), param)
         return state
 
     def detached(self) -> FusedAdam:

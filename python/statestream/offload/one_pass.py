@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from statestream.offload.learn import is_host_scalar, unhooked_step
-from statestream.offload.store import as_param, compact_copy
+from statestream.offload.store import compact_copy
 from statestream.offload.subset import Subset
 from statestream.offload.units import Units
+from statestream.sharding import around
 from statestream.tensors import local_of
 
 __all__ = ["OnePass"]
@@ -35,7 +36,7 @@ class OnePass(Units):
 
     def host_tensor(self, param: Tensor, name: str, value: Tensor) -> Tensor:
         """Host memory for a state that is loaded."""
-        host = as_param(local_of(value).to("cpu", copy=True), value)
+        host = around(local_of(value).to("cpu", copy=True), value)
         if value.dim():
             self._moved[id(host)] = host
         return host
@@ -73,7 +74,7 @@ class OnePass(Units):
         def moved(value: Any) -> Any:
             if is_host_scalar(value, self.device.torch_device):
                 return value
-            host = as_param(local_of(value).to("cpu"), value)
+            host = around(local_of(value).to("cpu"), value)
             self._moved[id(host)] = host
             return host
 
@@ -82,7 +83,7 @@ class OnePass(Units):
     def _to_device(self, state: Any) -> Any:
         def moved(value: Any) -> Any:
             if id(value) in self._moved:
-                return as_param(local_of(value).to(self.device.torch_device, copy=True), value)
+                return around(local_of(value).to(self.device.torch_device, copy=True), value)
             return copy.deepcopy(value)
 
         return tree_map(moved, state)

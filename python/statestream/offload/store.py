@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from statestream.offload.layout import Layout
 from statestream.offload.plan import Plan, Unit, make_plan
 from statestream.tensors import is_dtensor, local_of
 
-__all__ = ["Entry", "Home", "StateStore", "as_param", "compact_copy", "largest_shard"]
+__all__ = ["Entry", "Home", "StateStore", "compact_copy", "largest_shard"]
 
 
 @dataclass(frozen=True)
@@ -117,18 +116,6 @@ def largest_shard(param: Tensor) -> tuple[int, ...]:
             if dim is not None:
                 shape[dim] = -(-shape[dim] // param.device_mesh.size(mesh_dim))
     return tuple(shape)
-
-
-def as_param(local: Tensor, like: Tensor) -> Tensor:
-    """`local`, of any device, as the local part of a tensor that is distributed as `like` is."""
-    if not is_dtensor(like):
-        return local
-    from torch.distributed.tensor import DTensor
-
-    spec = copy.copy(like._spec)
-    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
-    # from_local would move it to the mesh's device.
-    return DTensor(local, spec, requires_grad=False)
 
 
 def compact_copy(value: Any) -> Any:

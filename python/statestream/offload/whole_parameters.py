@@ -21,10 +21,11 @@ from torch import Tensor
 from statestream.offload import stream
 from statestream.offload.learn import StateKind, is_host_scalar, learn_state, unhooked_step
 from statestream.offload.plan import Unit, padded_bytes
-from statestream.offload.store import Entry, as_param, compact_copy, largest_shard
+from statestream.offload.store import Entry, compact_copy, largest_shard
 from statestream.offload.stream import Stage
 from statestream.offload.subset import Subset
 from statestream.offload.units import Units
+from statestream.sharding import around
 from statestream.tensors import is_dense, local_of
 
 __all__ = ["WholeParameters"]
@@ -127,7 +128,7 @@ class WholeParameters(Units):
             if name in member.kinds and isinstance(value, Tensor):
                 view = self._host_view(member, name)
                 view.copy_(local_of(value))
-                host[name] = as_param(view, value)
+                host[name] = around(view, value)
             else:
                 host[name] = value.to("cpu") if isinstance(value, Tensor) else value
         return host
@@ -142,7 +143,7 @@ class WholeParameters(Units):
         """Writes a saved state into its place; returns the state tensor."""
         view = self._host_view(self.members[id(param)], name)
         view.copy_(local)
-        return as_param(view, param) if view.shape == local_of(param).shape else view
+        return around(view, param) if view.shape == local_of(param).shape else view
 
     def detached(self) -> torch.optim.Optimizer:
         twin = super().detached()
@@ -318,7 +319,7 @@ class _Flow:
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         if slot is not None:
-            return as_param(slot, value)
+            return around(slot, value)
         return value.clone() if value.dim() == 0 else value.to(self.owner.device.torch_device, copy=True)
 
     def _off_device(self, member: _Member, slots: dict[str, Tensor]) -> dict[str, Any]:
@@ -330,7 +331,7 @@ class _Flow:
                 local = local_of(value)
                 if local.data_ptr() != slot.data_ptr() or local.stride() != slot.stride():
                     slot.copy_(local)
-                new[name] = as_param(self.owner._host_view(member, name), value)
+                new[name] = around(self.owner._host_view(member, name), value)
             else:
                 new[name] = value.to("cpu") if isinstance(value, Tensor) else value
         return new

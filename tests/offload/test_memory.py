@@ -1,0 +1,266 @@
+"""Host memory: exact blocks, pinned while the system allows it, freed with its tensors. And how state lies in it."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import psutil
+import pytest
+import torch
+from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream.offload import device as device_module
+from statestream.offload.arena import Arena
+from statestream.offload.device import CudaDevice, HostDevice, HostMemory, device_for
+from statestream.offload.plan import GRAIN_ELEMENTS
+
+from .conftest import assert_same_training, make_params, set_grads, train
+
+MiB = 1 << 20
+
+
+class Pinning:
+    """Stands in for the driver: notes what is pinned, refuses from the n-th request on."""
+
+    def __init__(self, refuse_from: int | None = None):
+        self.refuse_from, self.requests, self.pinned = refuse_from, 0, {}
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.requests += 1
+        if self.refuse_from is not None and self.requests > self.refuse_from:
+            raise RuntimeError("cudaHostRegister failed with error 2")
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+
+def host_device_with(pinning: Pinning) -> HostDevice:
+    device = HostDevice()
+    device.memory = HostMemory(pinning.pin, pinning.unpin)
+    return device
+
+
+def test_blocks_are_exact_and_page_aligned():
+    pinning = Pinning()
+    memory = HostMemory(pinning.pin, pinning.unpin)
+    for nbytes in (1, 4097, 3 * MiB + 256):
+        block = memory.block(nbytes)
+        assert block.numel() == nbytes and block.untyped_storage().nbytes() == nbytes
+        assert block.data_ptr() % 4096 == 0 and not block.any()
+        assert pinning.pinned == {block.data_ptr(): nbytes}
+        del block
+        gc.collect()
+        assert not pinning.pinned
+    assert memory.block(0).numel() == 0
+
+
+def test_a_block_stays_pinned_as_long_as_any_view_of_it_lives():
+    pinning = Pinning()
+    block = HostMemory(pinning.pin, pinning.unpin).block(4096)
+    view = block[256:512].view(torch.float32)
+    del block
+    gc.collect()
+    assert len(pinning.pinned) == 1
+    view.fill_(1.0)
+    del view
+    gc.collect()
+    assert not pinning.pinned
+
+
+@pytest.mark.parametrize("above", [1, 1000])
+@pytest.mark.parametrize("name", ["fused_adam", "adamw"])
+def test_pinned_bytes_are_within_5_percent_of_the_states(name, above, on_device):
+    """For sizes just above powers of two, where torch's own allocator takes twice the bytes."""
+    params = make_params(shapes=[(MiB + above,), (2 * MiB + above,), (13,)])
+    pinning = Pinning()
+    on_device(host_device_with(pinning))
+    inner = FusedAdam(params) if name == "fused_adam" else torch.optim.AdamW(params)
+    optimizer = CPUOffloadOptimizer(inner, MiB if name == "fused_adam" else None)
+    needed = sum(p.numel() for p in params) * 2 * 4
+    assert needed <= sum(pinning.pinned.values()) <= 1.05 * needed
+    assert optimizer.pinned_bytes == optimizer.host_state_bytes == sum(pinning.pinned.values())
+    assert pinning.requests == 2, "one block a kind of state"
+    train(optimizer, params, [0])
+    assert pinning.requests == 2
+    del optimizer, inner
+    gc.collect()
+    assert not pinning.pinned
+
+
+@pytest.mark.parametrize("refuse_from", [0, 1, 2])
+def test_pinning_refused_at_the_nth_request(refuse_from, on_device):
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    pinning = Pinning(refuse_from)
+    on_device(host_device_with(pinning))
+    with pytest.warns(RuntimeWarning, match="could not be pinned") as caught:
+        optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1, master_weights=True), 20_000)
+    assert len(caught) == 1 and pinning.requests == refuse_from + 1
+    assert len(pinning.pinned) == refuse_from
+    plain = FusedAdam(reference, lr=0.1, master_weights=True)
+    train(optimizer, params, range(3))
+    train(plain, reference, range(3))
+    assert_same_training(params, optimizer, reference, plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.add_param_group({"params": make_params(torch.bfloat16, seed=5)})
+
+
+def test_each_parameter_begins_on_a_boundary_of_256_elements():
+    """After a bias of 13 elements the next matrix still takes the vector path: 128-bit accesses."""
+    params = make_params(torch.bfloat16, shapes=[(13,), (64, 64), (7,), (300,)])
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, master_weights=True, exp_avg_dtype="bf16"), 5_000)
+    for bank in optimizer.units.store.banks:
+        for arena in bank.arenas:
+            base = arena.block.data_ptr()
+            for index in range(len(params)):
+                itemsize = arena.grains[index] // GRAIN_ELEMENTS
+                assert arena.offsets[index] % (GRAIN_ELEMENTS * itemsize) == 0
+                assert (base + arena.offsets[index]) % 256 == 0
+    rows = []
+    device = optimizer.units.device
+    launch = device.launch
+
+    def launch_and_note(function, torch_device, table, *rest):
+        rows.extend(table[i : i + 8] for i in range(0, len(table), 8))
+        launch(function, torch_device, table, *rest)
+
+    device.launch = launch_and_note
+    train(optimizer, params, [0])
+    assert len(rows) > len(params)
+    for row in rows:
+        for address in row[3:6]:  # exp_avg, exp_avg_sq, master_param
+            assert address % 16 == 0
+        if row[0] == 13:
+            continue
+        assert row[1] % 16 == params[1].data_ptr() % 16 == 0
+
+
+def test_a_view_has_the_shape_and_strides_of_its_parameter():
+    memory = HostMemory()
+    arena = Arena("exp_avg", [1024, 0, 2048], [1024, 0, 1024], memory)
+    like = torch.empty(8, 4, 3, 2).to(memory_format=torch.channels_last)
+    view = arena.view(0, torch.float32, like)
+    assert view.shape == like.shape and view.stride() == like.stride()
+    view.fill_(1.0)
+    assert int((arena.block.view(torch.float32) == 1).sum()) == like.numel()
+    assert [arena.start(2, g) for g in range(4)] == [1024, 2048, 3072, 3072]
+
+
+# ---- what it costs, by formula ----
+
+
+def rss() -> int:
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+def test_host_memory_follows_the_formula():
+    """Steady state S, S + E while a snapshot is held, S for live views; a load adds nothing."""
+    n = 16 * MiB
+    params = [torch.nn.Parameter(torch.ones(n // 4)) for _ in range(4)]
+    base = rss()
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"), MiB)
+    stored, exported = n * 4, n * 8
+    assert optimizer.host_state_bytes == pytest.approx(stored, rel=0.01)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with_grads = rss()
+    optimizer.step()
+    steady = rss()
+    for p in params:
+        p.grad = None
+    grads = n * 4
+    assert steady - base - grads == pytest.approx(stored, rel=0.05)
+    assert steady - with_grads < stored + 12 * MiB
+    without = rss()
+    saved = optimizer.state_dict()
+    assert rss() - without == pytest.approx(exported, rel=0.05)
+    before_load = rss()
+    optimizer.load_state_dict(saved)
+    assert rss() - before_load < 0.05 * stored
+    del saved
+    assert rss() - without < 0.05 * stored
+
+
+# ---- the seam ----
+
+
+def test_a_device_without_a_seam_is_refused():
+    assert isinstance(device_for(torch.device("cpu")), HostDevice)
+    with pytest.raises(ValueError, match="xpu"):
+        device_for(torch.device("xpu"))
+
+
+class FakeCudart:
+    def __init__(self, code=0):
+        self.code, self.registered = code, {}
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        assert flags == 0
+        if not self.code:
+            self.registered[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address):
+        del self.registered[address]
+
+
+class NoContext:
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_cuda_pins_by_registering_exact_ranges(code, monkeypatch):
+    """Against a stand-in for the CUDA runtime; the real one runs in tests/cuda."""
+    cudart, cleared, synchronized = FakeCudart(code), [], []
+    monkeypatch.setattr(torch.cuda, "Stream", NoContext)
+    monkeypatch.setattr(torch.cuda, "device", NoContext)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: synchronized.append(device))
+    device = CudaDevice(torch.device("cuda", 3))
+    if code:
+        real_empty = torch.empty
+
+        def empty(*shape, **where):
+            cleared.extend(where.values())
+            return real_empty(*shape)
+
+        monkeypatch.setattr(device_module.torch, "empty", empty)
+        with pytest.warns(RuntimeWarning, match="error 2"):
+            block = device.memory.block(5000)
+        assert cleared, "CUDA's error was left for the next kernel launch"
+        assert block.numel() == 5000 and device.memory.pinned_bytes == 0
+        return
+    block = device.memory.block(5000)
+    assert cudart.registered == {block.data_ptr(): 5000} and device.memory.pinned_bytes == 5000
+    del block
+    gc.collect()
+    assert not cudart.registered
+    assert synchronized == [torch.device("cuda", 3)], "unpinned while copies may be on their way"
+
+
+def test_freed_device_memory_is_gone_whoever_holds_the_tensor():
+    device = HostDevice()
+    block = device.allocate(1000)
+    view = block[100:200]
+    device.free(block)
+    assert view.untyped_storage().nbytes() == 0
+
+
+def test_gradients_may_be_dropped_right_after_the_step():
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 5_000), FusedAdam(reference, lr=0.1)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        for step in range(2):
+            set_grads(ps, step)
+            o.step()
+            o.zero_grad()
+    assert_same_training(params, optimizer, reference, plain)
