@@ -105,10 +105,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             return OnePass(self.inner, device)
         else:
             units = WholeParameters(self.inner, device, budget)
-        oversize = [units.store.layout.units[i].nbytes for i in units.store.plan.oversize]
+        plan = units.store.plan
+        oversize = [chunk.nbytes for chunk in plan.chunks if chunk.pieces[0].unit in plan.oversize]
         if oversize and not units.splits_parameters:
             warnings.warn(
-                f"{len(oversize)} parameters need more than step_chunk_bytes={budget} by themselves, the largest "
+                f"{len(oversize)} {units.smallest} need more than step_chunk_bytes={budget} by themselves, the largest "
                 f"{max(oversize)} bytes; each is stepped alone, and that is the bound",
                 RuntimeWarning,
                 stacklevel=3,

@@ -31,15 +31,19 @@ SMALL_CHUNK_BYTES = 16 << 20
 @dataclass(frozen=True)
 class Unit:
     """One unit: `sizes` in bytes in each arena of its bank, padding included (0: it has no such state);
-    `grains`, the number of equal parts that it may be cut into (1: it is stepped whole)."""
+    `grains`, the number of equal parts that it may be cut into (1: it is stepped whole); `joined`, whether it can
+    only be stepped in one chunk with the unit before it (neither is cut then)."""
 
     sizes: tuple[int, ...]
     grains: int = 1
     bank: int = 0
+    joined: bool = False
 
     def __post_init__(self) -> None:
         if self.grains < 1 or any(size < 0 or size % self.grains for size in self.sizes):
             raise ValueError(f"sizes {self.sizes} do not divide into {self.grains} grains")
+        if self.joined and self.grains > 1:
+            raise ValueError(f"a joined unit is stepped whole; {self.grains} grains were given")
 
     @property
     def nbytes(self) -> int:
@@ -76,8 +80,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """`ring_bytes` is all the device memory that the chunks need; `oversize` are the units that alone exceed
-    the budget (each is a chunk by itself, and nothing else is on the device with it)."""
+    """`ring_bytes` is all the device memory that the chunks need; `oversize` are the units that alone, or with those
+    joined to them, exceed the budget (each is a chunk by itself, and nothing else is on the device with it)."""
 
     chunks: tuple[Chunk, ...]
     ring_bytes: int
@@ -98,6 +102,7 @@ def make_plan(units: Sequence[Unit], budget: int | None, *, most_chunks: int = M
     """
     if budget is not None and (isinstance(budget, bool) or budget < 1):
         raise ValueError(f"step_chunk_bytes is {budget!r}; it must be a positive number of bytes, or None")
+    _check_joined(units)
     total = sum(unit.nbytes for unit in units)
     if budget is None:
         return _place(_cut(units, total), units, total)
@@ -106,11 +111,14 @@ def make_plan(units: Sequence[Unit], budget: int | None, *, most_chunks: int = M
 
 
 def _cut(units: Sequence[Unit], target: int) -> list[list[Piece]]:
-    """Runs of pieces of at most `target` bytes, or of a single grain where that is more."""
+    """Runs of pieces of at most `target` bytes, or of a single grain, or of units joined, where that is more."""
     runs: list[list[Piece]] = []
     room, bank = 0, None
     for index, unit in enumerate(units):
-        grain = unit.nbytes // unit.grains
+        if unit.joined:
+            runs[-1].append(Piece(index, 0, 1))
+            continue  # its room was taken with the first of them
+        grain = _whole(units, index)
         at = 0
         while at < unit.grains:
             if unit.bank != bank or grain > room:
@@ -121,6 +129,22 @@ def _cut(units: Sequence[Unit], target: int) -> list[list[Piece]]:
             room -= count * grain
             at += count
     return runs
+
+
+def _check_joined(units: Sequence[Unit]) -> None:
+    for index, unit in enumerate(units):
+        before = units[index - 1] if index else None
+        if unit.joined and (before is None or before.bank != unit.bank or before.grains > 1):
+            raise ValueError(f"unit {index} is joined to the one before it, which is cut, in another bank, or missing")
+
+
+def _whole(units: Sequence[Unit], index: int) -> int:
+    """Bytes of the smallest piece of a unit: a grain, or all of it and of what is joined to it."""
+    nbytes = units[index].nbytes // units[index].grains
+    while index + 1 < len(units) and units[index + 1].joined:
+        index += 1
+        nbytes += units[index].nbytes
+    return nbytes
 
 
 def _place(runs: list[list[Piece]], units: Sequence[Unit], budget: int) -> Plan:
@@ -136,7 +160,7 @@ def _place(runs: list[list[Piece]], units: Sequence[Unit], budget: int) -> Plan:
         after = next((k for k in range(len(chunks) - 1, -1, -1) if _overlaps(chunks[k], offset, end)), -1)
         chunks.append(Chunk(units[run[0].unit].bank, tuple(run), size, offset, after))
     ring = max((chunk.offset + chunk.nbytes for chunk in chunks), default=0)
-    oversize = tuple(i for i, unit in enumerate(units) if unit.nbytes // unit.grains > budget)
+    oversize = tuple(i for i, unit in enumerate(units) if not unit.joined and _whole(units, i) > budget)
     return Plan(tuple(chunks), ring, oversize)
 
 

@@ -28,6 +28,8 @@ class Units:
     """
 
     splits_parameters = False
+    smallest = "parameters"
+    """What the pieces that are never split are called in a warning."""
 
     def __init__(self, inner: torch.optim.Optimizer, device: Any, budget: int | None):
         self.inner, self.device = inner, device

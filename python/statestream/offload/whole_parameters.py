@@ -12,7 +12,7 @@ import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class WholeParameters(Units):
         self.members = {key: m for key, m in self.members.items() if key in members and self.store.homes.get(key)}
         wanted = {id(p) for p in params if self.store.home(p) is None}
         new: list[_Member] = []
-        planned: list[list[StateKind]] = []
+        planned: dict[int, list[StateKind]] = {}
         for number, group in enumerate(self.inner.param_groups):
             names = group.get("param_names")
             for i, param in enumerate(group["params"]):
@@ -90,12 +90,21 @@ class WholeParameters(Units):
                     kinds, largest = self._kinds(group, number, param)
                     name = f"'{names[i]}'" if names else f"parameter {i} of group {number}"
                     new.append(_Member(param, name, {k.name: k for k in kinds}))
-                    planned.append(largest)
+                    planned[id(param)] = largest
         if not new:
             return
         names = tuple(dict.fromkeys(name for m in new for name in m.kinds))
-        self.store.add(names, [self._entry(m, p, names) for m, p in zip(new, planned, strict=True)])
+        entries = []
+        for together in self._together(new):
+            first = len(entries)
+            entries += [self._entry(m, planned[id(m.param)], names) for m in together]
+            entries[first + 1 :] = [replace(e, unit=replace(e.unit, joined=True)) for e in entries[first + 1 :]]
+        self.store.add(names, entries)
         self.members.update((id(m.param), m) for m in new)
+
+    def _together(self, members: list[_Member]) -> list[list[_Member]]:
+        """The members in the order in which they stream, as runs that can only be stepped in one chunk."""
+        return [[member] for member in members]
 
     def _kinds(self, group: dict[str, Any], number: int, param: Tensor) -> tuple[list[StateKind], list[StateKind]]:
         """State of the local shard, and of the largest one."""
