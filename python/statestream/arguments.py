@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["as_dtype", "as_number", "check_group_options", "check_param"]
+__all__ = ["as_bytes", "as_dtype", "as_number", "check_group_options", "check_param"]
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16)
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -41,6 +41,13 @@ def as_number(value: float | Tensor) -> float:
     return float(value.item()) if isinstance(value, Tensor) else float(value)
 
 
+def as_bytes(name: str, value: int, least: int) -> int:
+    """A number of bytes."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
+        raise ValueError(f"{name}: {value!r} is not valid; give a number of bytes, {least} or more")
+    return int(value)
+
+
 def check_group_options(group: dict[str, Any], where: str = "") -> None:
     """Raises ValueError for settings with which Adam would silently go wrong."""
 
@@ -59,7 +66,7 @@ def check_group_options(group: dict[str, Any], where: str = "") -> None:
     for beta in betas:
         if not _is_number(beta) or not 0.0 <= as_number(beta) < 1.0:
             refuse("betas", betas, "two numbers from 0 up to, not including, 1")
-    for name in ("eps", "weight_decay"):
+    for name in ("eps", "weight_decay", "step"):
         if not _finite_from_zero(group[name]):
             refuse(name, group[name], "finite and at least 0")
     if group.get("amsgrad"):

@@ -15,6 +15,7 @@ from statestream import kernels
 from statestream.arguments import (
     MASTER_DTYPES,
     MOMENT_DTYPES,
+    as_bytes,
     as_dtype,
     as_number,
     check_group_options,
@@ -110,11 +111,6 @@ class FusedAdam(torch.optim.Optimizer):
             raise ValueError("store_param_remainders=True needs master_weights=True")
         if store_param_remainders and capturable:
             raise RuntimeError("capturable=True does not support store_param_remainders=True; use FP32 masters")
-        if isinstance(export_staging_bytes, bool) or int(export_staging_bytes) < LEAST_STAGING_BYTES:
-            raise ValueError(
-                f"export_staging_bytes: {export_staging_bytes!r} is not valid; give a number of bytes, "
-                f"{LEAST_STAGING_BYTES} or more"
-            )
         self.form = StateFormat(
             exp_avg=as_dtype("exp_avg_dtype", exp_avg_dtype, MOMENT_DTYPES),
             exp_avg_sq=as_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, MOMENT_DTYPES),
@@ -130,7 +126,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.capturable = bool(capturable)
         self.use_decoupled_grad = bool(use_decoupled_grad)
         self.state_dict_cpu_offload = bool(state_dict_cpu_offload)
-        self.export_staging_bytes = int(export_staging_bytes)
+        self.export_staging_bytes = as_bytes("export_staging_bytes", export_staging_bytes, LEAST_STAGING_BYTES)
         self.set_grad_none = set_grad_none
         if set_grad_none is not None:
             warnings.warn(
@@ -164,6 +160,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; options and parameters are checked first, and a refused group leaves no trace."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, not {type(param_group).__name__}")
         group = dict(param_group)
         params = group["params"]
         if not isinstance(params, set):  # which has no order: torch refuses it

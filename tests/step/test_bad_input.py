@@ -1,0 +1,280 @@
+"""Bad input is one error that names it, and the optimizer works on as if nothing had been asked."""
+
+import math
+
+import pytest
+import torch
+from helpers.bits import differences, snapshot
+from helpers.training import train
+from statestream import FusedAdam
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def params(n=3):
+    return [torch.nn.Parameter(torch.randn(4, generator=torch.Generator().manual_seed(i))) for i in range(n)]
+
+
+NAN = math.nan
+BAD_ARGUMENTS = {
+    "an unknown dtype string": ({"exp_avg_dtype": "torch.bfloat61"}, ValueError, "exp_avg_dtype.*bfloat61"),
+    "a string that is no dtype": ({"exp_avg_sq_dtype": "nn"}, ValueError, "exp_avg_sq_dtype.*nn"),
+    "a private name": ({"exp_avg_sq_dtype": "__name__"}, ValueError, "exp_avg_sq_dtype"),
+    "a dtype of integers": ({"exp_avg_dtype": torch.int32}, ValueError, "exp_avg_dtype.*int32"),
+    "float64 moments": ({"exp_avg_sq_dtype": torch.float64}, ValueError, "exp_avg_sq_dtype.*float64"),
+    "no dtype": ({"exp_avg_dtype": None}, ValueError, "exp_avg_dtype.*None"),
+    "bfloat16 masters": ({"master_weights": True, "master_weight_dtype": BF16}, ValueError, "master_weight_dtype"),
+    "remainders without masters": (
+        {"store_param_remainders": True},
+        ValueError,
+        "store_param_remainders.*master_weights",
+    ),
+    "remainders with capturable": (
+        {"store_param_remainders": True, "master_weights": True, "capturable": True},
+        RuntimeError,
+        "capturable.*store_param_remainders",
+    ),
+    "NaN lr": ({"lr": NAN}, ValueError, "lr.*nan"),
+    "negative lr": ({"lr": -1.0}, ValueError, "lr.*-1"),
+    "infinite lr": ({"lr": math.inf}, ValueError, "lr.*inf"),
+    "NaN tensor lr": ({"lr": torch.tensor(NAN)}, ValueError, "lr.*nan"),
+    "lr of several elements": ({"lr": torch.ones(2)}, ValueError, "lr"),
+    "lr of no elements": ({"lr": torch.ones(0)}, ValueError, "lr"),
+    "text for lr": ({"lr": "fast"}, ValueError, "lr.*fast"),
+    "no lr": ({"lr": None}, ValueError, "lr.*None"),
+    "NaN betas": ({"betas": (0.9, NAN)}, ValueError, "betas.*nan"),
+    "a NaN first beta": ({"betas": (NAN, 0.9)}, ValueError, "betas.*nan"),
+    "a beta of 1": ({"betas": (0.9, 1.0)}, ValueError, "betas.*1.0"),
+    "a negative beta": ({"betas": (-0.1, 0.9)}, ValueError, "betas.*-0.1"),
+    "three betas": ({"betas": (0.9, 0.9, 0.9)}, ValueError, "betas"),
+    "one number for betas": ({"betas": 0.9}, ValueError, "betas.*0.9"),
+    "text in betas": ({"betas": ("a", 0.9)}, ValueError, "betas"),
+    "NaN eps": ({"eps": NAN}, ValueError, "eps.*nan"),
+    "negative eps": ({"eps": -1e-8}, ValueError, "eps.*-1e-08"),
+    "NaN weight decay": ({"weight_decay": NAN}, ValueError, "weight_decay.*nan"),
+    "negative weight decay": ({"weight_decay": -0.1}, ValueError, "weight_decay.*-0.1"),
+    "AMSGrad": ({"amsgrad": True}, RuntimeError, "amsgrad.*AMSGrad"),
+    "no staging": ({"export_staging_bytes": 0}, ValueError, "export_staging_bytes.*0"),
+    "negative staging": ({"export_staging_bytes": -5}, ValueError, "export_staging_bytes.*-5"),
+    "text for staging": ({"export_staging_bytes": "much"}, ValueError, "export_staging_bytes.*much"),
+    "no number for staging": ({"export_staging_bytes": None}, ValueError, "export_staging_bytes.*None"),
+    "an argument that is not there": ({"momentum": 0.9}, TypeError, "momentum"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_ARGUMENTS)
+def test_a_bad_argument_is_one_error_that_names_it(bad):
+    arguments, error, named = BAD_ARGUMENTS[bad]
+    with pytest.raises(error, match=named):
+        FusedAdam(params(), **arguments)
+
+
+BAD_PARAMETERS = {
+    "complex": (lambda: torch.zeros(3, dtype=torch.complex64), ValueError, "complex64"),
+    "float64": (lambda: torch.zeros(3, dtype=torch.float64), ValueError, "float64"),
+    "float16": (lambda: torch.zeros(3, dtype=torch.float16), ValueError, "float16"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), ValueError, "sparse"),
+    "sparse CSR": (lambda: torch.eye(3).to_sparse_csr(), ValueError, "sparse_csr"),
+    "lazily negated": (lambda: torch.tensor([1 + 2j]).conj().imag, ValueError, "negated"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", BAD_PARAMETERS)
+def test_a_parameter_that_no_kernel_updates_is_refused(kind):
+    make, error, named = BAD_PARAMETERS[kind]
+    with pytest.raises(error, match=f"parameter 3 of group 0.*{named}"):
+        FusedAdam([*params(), torch.nn.Parameter(make())])
+
+
+def test_a_parameter_of_integers_is_refused():
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*int64"):
+        FusedAdam([torch.zeros(3, dtype=torch.int64)])
+
+
+def test_parameters_on_two_devices_in_one_group_are_refused():
+    there = torch.nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(ValueError, match=r"group 0.*cpu, meta"):
+        FusedAdam([*params(), there])
+    FusedAdam([{"params": params()}, {"params": [there]}])  # in groups of their own they are fine
+
+
+def bad_groups():
+    p = params(1)[0]
+    imaginary, there = torch.nn.Parameter(torch.zeros(2) + 0j), torch.nn.Parameter(torch.empty(2, device="meta"))
+    return {
+        "a NaN lr": ({"params": [p], "lr": NAN}, ValueError, "lr of group 1.*nan"),
+        "NaN betas": ({"params": [p], "betas": (0.9, NAN)}, ValueError, "betas of group 1.*nan"),
+        "AMSGrad": ({"params": [p], "amsgrad": True}, RuntimeError, "amsgrad of group 1"),
+        "a bad count": ({"params": [p], "step": "x"}, ValueError, "step of group 1.*x"),
+        "no parameters": ({"lr": 0.1}, KeyError, "params"),
+        "no tensor": ({"params": [3]}, TypeError, "int"),
+        "a set": ({"params": {p}}, TypeError, "set"),
+        "a complex parameter": (
+            {"params": [p, imaginary]},
+            ValueError,
+            "parameter 1 of group 1",
+        ),
+        "two devices": (
+            {"params": [p, there]},
+            ValueError,
+            "group 1.*meta",
+        ),
+        "no leaf": ({"params": [p * 2]}, ValueError, "non-leaf"),
+        "names for some": ({"params": [("a", p), params(1)[0]]}, ValueError, "names"),
+        "names where there are none": ({"params": [("a", p)]}, ValueError, "names"),
+        "no dict": ([p], TypeError, "dict"),
+    }
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("bad", bad_groups())
+def test_a_refused_group_leaves_no_trace(bad, capturable):
+    group, error, named = bad_groups()[bad]
+    members = params()
+    optimizer, undisturbed = (FusedAdam(p, lr=0.1, capturable=capturable) for p in (members, params()))
+    given = dict(group) if isinstance(group, dict) else list(group)
+    train(optimizer, range(2))
+    train(undisturbed, range(2))
+    before = snapshot(optimizer)
+    with pytest.raises(error, match=named):
+        optimizer.add_param_group(group)
+    if isinstance(group, dict):
+        assert set(group) == set(given) and all(group[key] is given[key] for key in given), (
+            "the caller's dict was changed"
+        )
+    assert len(optimizer.param_groups) == 1
+    assert differences(before, snapshot(optimizer)) == []
+    train(optimizer, range(2, 4))
+    train(undisturbed, range(2, 4))
+    assert differences(snapshot(optimizer), snapshot(undisturbed)) == []
+    assert len(optimizer.state_dict()["state"]) == 3
+
+
+def test_a_parameter_of_another_group_is_refused_and_one_listed_twice_is_warned_of():
+    a, b = params(2)
+    optimizer = FusedAdam([a])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [b, a]})
+    assert len(optimizer.param_groups) == 1
+    with pytest.warns(UserWarning, match="duplicate"):
+        twice = FusedAdam([b, b], lr=0.1)
+    alone = FusedAdam(params(2)[1:], lr=0.1)
+    train(twice, range(2))
+    train(alone, range(2))
+    # The run's gradient of a parameter that comes twice is the second's.
+    assert twice.state[b]["step"].item() == 2
+
+
+def test_a_tensor_for_parameters_and_no_parameters_are_errors_as_in_torch():
+    with pytest.raises(TypeError, match="iterable"):
+        FusedAdam(torch.zeros(3))
+    with pytest.raises(ValueError, match="empty parameter list"):
+        FusedAdam([])
+
+
+# ---- gradients ----
+
+
+def sparse_gradient(param):
+    param.grad = torch.ones(4).to_sparse()
+
+
+def wide_gradient(param):
+    param.decoupled_grad = torch.ones(4, dtype=torch.float64)
+
+
+def half_gradient(param):
+    param.decoupled_grad = torch.ones(4, dtype=torch.float16)
+
+
+def short_gradient(param):
+    param.decoupled_grad = torch.ones(3)
+
+
+def flat_gradient(param):
+    param.decoupled_grad = torch.ones(4, 1)
+
+
+def far_gradient(param):
+    param.decoupled_grad = torch.ones(4, device="meta")
+
+
+BAD_GRADIENTS = {
+    sparse_gradient: (RuntimeError, "sparse"),
+    wide_gradient: (ValueError, "float64"),
+    half_gradient: (ValueError, "float16"),
+    short_gradient: (ValueError, r"\(3,\).*\(4,\)"),
+    flat_gradient: (ValueError, r"\(4, 1\).*\(4,\)"),
+    far_gradient: (ValueError, "meta"),
+}
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("named_parameters", [False, True])
+@pytest.mark.parametrize("give", BAD_GRADIENTS, ids=lambda g: g.__name__)
+def test_a_bad_gradient_is_refused_before_any_parameter_moves(give, named_parameters, capturable):
+    error, named = BAD_GRADIENTS[give]
+    decoupled = give is not sparse_gradient
+
+    def build():
+        groups = [[(f"layer.{i}", p) for i, p in enumerate(params())][:2], [("last", params()[2])]]
+        if not named_parameters:
+            groups = [[p for _, p in group] for group in groups]
+        return FusedAdam([{"params": g} for g in groups], lr=0.1, use_decoupled_grad=decoupled, capturable=capturable)
+
+    def step(optimizer, numbers):
+        for number in numbers:
+            for i, param in enumerate(p for g in optimizer.param_groups for p in g["params"]):
+                grad = torch.full((4,), float(number + i + 1))
+                setattr(param, "decoupled_grad" if decoupled else "grad", grad)
+            optimizer.step()
+
+    optimizer, undisturbed = build(), build()
+    step(optimizer, [0])
+    step(undisturbed, [0])
+    before = snapshot(optimizer)
+    give(optimizer.param_groups[1]["params"][0])
+    where = "'last'" if named_parameters else "parameter 0 of group 1"
+    with pytest.raises(error, match=f"{where}.*{named}"):
+        optimizer.step()
+    assert differences(before, snapshot(optimizer)) == []
+    step(optimizer, [1])
+    step(undisturbed, [1])
+    assert differences(snapshot(optimizer), snapshot(undisturbed)) == []
+
+
+def test_wrapper_subclasses_are_refused_by_name():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    param = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    param.grad = TwoTensor(torch.ones(3), torch.ones(3))
+    optimizer = FusedAdam([param])
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*TwoTensor"):
+        optimizer.step()
+    plain = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedAdam([plain], use_decoupled_grad=True)
+    plain.decoupled_grad = TwoTensor(torch.ones(3), torch.ones(3))
+    with pytest.raises(ValueError, match=r"parameter 0 of group 0.*TwoTensor"):
+        optimizer.step()
+    assert torch.all(plain == 1)
+
+
+def test_an_unknown_argument_of_step_is_named():
+    optimizer = FusedAdam(params())
+    with pytest.raises(TypeError, match="scale"):
+        optimizer.step(scale=2.0)
+
+
+def test_set_scaled_state_refuses_what_does_not_fit():
+    (param,) = params(1)
+    optimizer = FusedAdam([param], exp_avg_dtype=BF16)
+    for name, value, named in (
+        ("momentum", torch.zeros(4), "momentum"),
+        ("step", torch.zeros(()), "step"),
+        ("exp_avg", torch.zeros(5), r"exp_avg.*\(4,\).*\(5,\)"),
+        ("exp_avg", torch.zeros(4, dtype=BF16), "exp_avg.*float32.*bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            optimizer.set_scaled_state(param, name, value)
+    assert not optimizer.state[param]["exp_avg"].any()
