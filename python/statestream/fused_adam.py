@@ -222,11 +222,14 @@ class FusedAdam(torch.optim.Optimizer):
         if not self.capturable and found_inf is not None and as_number(found_inf):
             return loss
         plan = [(group, self._options(group), self._calls(i)) for i, group in enumerate(self.param_groups)]
-        for group, options, calls in plan:
+        read_there = [
+            device_scalars(group, calls[0].device, grad_scale, found_inf) if self.capturable and calls else None
+            for group, _, calls in plan
+        ]
+        for (group, options, calls), scalars in zip(plan, read_there, strict=True):
             for call in calls:
                 self._table.refresh(call, self.state)
                 if self.capturable:
-                    scalars = device_scalars(group, call.device, grad_scale, found_inf)
                     kernels.adam(call.device, call.rows, call.formats, options, scalars=scalars)
                 else:
                     divisor = 1.0 if grad_scale is None else as_number(grad_scale)

@@ -36,9 +36,8 @@ def device_scalars(
     group: dict[str, Any], device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
 ) -> DeviceScalars:
     """What a capturable call reads when it runs. lr stays at its address, which a CUDA graph holds, unless the
-    parameters have moved to another device."""
-    if group["lr"].device != device:
-        group["lr"] = group["lr"].to(device)
+    parameters have moved to another device or the group was given another lr."""
+    group["lr"] = _as_scalar(group["lr"], device)
     return DeviceScalars(group["lr"], _there(grad_scale, device), _there(found_inf, device))
 
 
@@ -47,10 +46,14 @@ def count_on_device(group: dict[str, Any], found_inf: Tensor | None) -> None:
     if group["params"]:
         device = local_of(group["params"][0]).device
     else:
-        device = group[STEP].device if found_inf is None else found_inf.device
-    if group[STEP].device != device:
-        group[STEP] = group[STEP].to(device)
+        device = torch.as_tensor(group[STEP]).device if found_inf is None else found_inf.device
+    group[STEP] = _as_scalar(group[STEP], device)
     kernels.advance_steps(device, [group[STEP]], _there(found_inf, device))
+
+
+def _as_scalar(value: float | Tensor, device: torch.device) -> Tensor:
+    """`value` itself where a kernel can read it."""
+    return torch.as_tensor(value, dtype=torch.float32).to(device)
 
 
 def _there(scalar: Tensor | None, device: torch.device) -> Tensor | None:
