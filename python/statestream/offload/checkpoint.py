@@ -86,6 +86,7 @@ def _load_plain(units: WholeParameters | OnePass, state_dict: dict[str, Any]) ->
     for load in loads:
         inner.state[load.param] = _filled(units, load)
     inner.__setstate__({})  # brings the state of older versions of an optimizer up to date
+    units.loaded()
     for hook in list(inner._optimizer_load_state_dict_post_hooks.values()):
         hook(inner)
 

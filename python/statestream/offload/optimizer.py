@@ -24,6 +24,8 @@ from statestream.fused_adam import FusedAdam
 from statestream.offload.checkpoint import export_state, load_state
 from statestream.offload.device import device_for
 from statestream.offload.element_ranges import ElementRanges
+from statestream.offload.muon import MuonBatches
+from statestream.offload.muon_layouts import muon_layout
 from statestream.offload.one_pass import OnePass
 from statestream.offload.whole_parameters import WholeParameters
 from statestream.tensors import local_of
@@ -46,12 +48,13 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         opt = CPUOffloadOptimizer(FusedAdam(params, ...), step_chunk_bytes=1 << 30)
 
     Args:
-        optimizer: a FusedAdam, or any elementwise torch optimizer. From here on use this one in its place; groups,
-            defaults, state and hooks are shared. Its parameters are on one device.
+        optimizer: a FusedAdam, a Muon (torch.optim.Muon; dion's, in either layout), or any elementwise torch
+            optimizer. From here on use this one in its place; groups, defaults, state and hooks are shared. Its
+            parameters are on one device.
         step_chunk_bytes: bound, in bytes, of all state on the device at any moment. Strict for FusedAdam, whose
             parameters are cut into ranges of elements (at least 256). Of other optimizers a parameter is the
-            smallest piece: one that alone exceeds the bound is stepped alone, and a warning says so. None:
-            everything in one pass.
+            smallest piece, of a Muon over several ranks a batch of matrices: one that alone exceeds the bound is
+            stepped alone, and a warning says so. None: everything in one pass.
         elementwise: whether each parameter's update depends on that parameter, its gradient and its state alone.
             Known for torch's optimizers; of others it has to be said. False: all state moves in one pass.
         state_dict_snapshot: `state_dict()` copies, so that the result does not change with later steps. False:
@@ -70,6 +73,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     gradients; a skipped step moves nothing.
     """
 
+    @torch.no_grad()
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -103,6 +107,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             units: Any = ElementRanges(self.inner, device, budget)
         elif self._settings["elementwise"] is False:
             return OnePass(self.inner, device)
+        elif (layout := muon_layout(self.inner)) is not None:
+            units = MuonBatches(self.inner, device, budget, layout)
         else:
             units = WholeParameters(self.inner, device, budget)
         plan = units.store.plan
@@ -168,6 +174,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """How many of them are pinned."""
         return self.units.device.memory.pinned_bytes
 
+    @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; host memory for the new parameters' state is taken here."""
         self.units.wait()
@@ -286,10 +293,12 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     # ---- deepcopy and pickle ----
 
+    @torch.no_grad()
     def __getstate__(self) -> dict[str, Any]:
         self.units.wait()
         return {"settings": self._settings, "inner": self.units.detached()}
 
+    @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__["inner"] = state["inner"]
         self._settings = state["settings"]
@@ -312,7 +321,8 @@ def _check(optimizer: Any, step_chunk_bytes: int | None, elementwise: bool | Non
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure in the middle of a step; its state cannot be offloaded")
-    if elementwise is None and not isinstance(optimizer, FusedAdam) and type(optimizer) not in ELEMENTWISE:
+    known = isinstance(optimizer, FusedAdam) or type(optimizer) in ELEMENTWISE or muon_layout(optimizer) is not None
+    if elementwise is None and not known:
         raise ValueError(
             f"{name}: it is not known whether each parameter's update depends on that parameter alone; pass "
             "elementwise=True if it does, or elementwise=False to move all of its state in one pass"

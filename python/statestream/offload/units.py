@@ -45,6 +45,9 @@ class Units:
         """One step of every parameter that has a gradient."""
         raise NotImplementedError
 
+    def loaded(self) -> None:
+        """State and groups of a state dict are in their places."""
+
     def wait(self) -> None:
         """Until host memory holds what the last step made."""
         if self._last_store is not None:
