@@ -9,14 +9,31 @@ import itertools
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from statestream import _cpu
 from statestream.kernels import BFLOAT16, FLOAT32, NONE, REMAINDER, AdamOptions, Formats
 
-from .device import Device
+from .build import ARCHS
+from .device import Device, Launch
 
-__all__ = ["ADAMW", "ALL_FORMATS", "Tensors", "assert_same", "on_cpu", "on_device", "rows_of", "tensors", "unit"]
+__all__ = [
+    "ADAMW",
+    "ALL_FORMATS",
+    "FIRST_ADDRESS",
+    "HOT",
+    "Tensors",
+    "assert_same",
+    "check",
+    "chunk_elements",
+    "launches_of",
+    "on_cpu",
+    "on_device",
+    "rows_of",
+    "tensors",
+    "unit",
+]
 
 ADAMW = AdamOptions(1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled=True, bias_correction=True, maximize=False)
 
@@ -27,6 +44,18 @@ ALL_FORMATS = [
         *[[FLOAT32, BFLOAT16]] * 3,
     )
 ]
+
+HOT = [
+    Formats(FLOAT32, FLOAT32, FLOAT32, FLOAT32, NONE),
+    Formats(BFLOAT16, BFLOAT16, BFLOAT16, BFLOAT16, NONE),
+    Formats(BFLOAT16, BFLOAT16, BFLOAT16, BFLOAT16, FLOAT32),
+    Formats(BFLOAT16, BFLOAT16, BFLOAT16, BFLOAT16, REMAINDER),
+    Formats(FLOAT32, BFLOAT16, BFLOAT16, FLOAT32, NONE),
+]
+"""A sample: each kind of weight, both formats in each other place."""
+
+FIRST_ADDRESS = 1 << 45
+"""Of tensors that are not there."""
 
 _NAMES = {FLOAT32: "f32", BFLOAT16: "bf16", REMAINDER: "low16", NONE: ""}
 _DTYPES = {FLOAT32: np.uint32, BFLOAT16: np.uint16, REMAINDER: np.uint16}
@@ -151,3 +180,27 @@ def assert_same(got: list[Tensors], want: list[Tensors], what: str = "") -> None
                     f"{first}: {int(a.view(f'u{a.itemsize}')[first]):#x} is not "
                     f"{int(b.view(f'u{b.itemsize}')[first]):#x}"
                 )
+
+
+def check(group: list[Tensors], formats: Formats, device: Device, **call) -> None:
+    """One update of a group on the CPU and on the device."""
+    want = [one.copy() for one in group]
+    on_cpu(want, formats, **call)
+    on_device(group, formats, device, **call)
+    assert_same(group, want)
+
+
+@cache
+def chunk_elements() -> int:
+    """Elements of a block's piece of a tensor: what a launch with a block for each of them shows."""
+    n, step = 2**34, np.zeros(1, np.float32)
+    row = array("q", [n, *(FIRST_ADDRESS * k for k in range(1, 5)), 0, step.ctypes.data, 0])
+    return n // launches_of(row, HOT[0], multiprocessors=2**30)[0].grid
+
+
+def launches_of(rows: array, formats: Formats, *, multiprocessors: int = 2, **call) -> list[Launch]:
+    """What a call with these rows would launch; nothing runs."""
+    device = Device(ARCHS[0], multiprocessors=multiprocessors, interpret=False)
+    with device.module() as module:
+        module.adam(rows, tuple(formats), **_call(ADAMW, advance=False, **call), device=0, stream=0)
+    return device.launches

@@ -26,7 +26,9 @@ from .parse import Kernel, parse
 __all__ = ["Device", "Launch"]
 
 _LAUNCH_FAILURE = 719  # cudaErrorLaunchFailure
-_CALLBACK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p)
+_CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Launch:
     grid: int
     block: int
     params: bytes
+    device: int = 0
+    stream: int = 0
 
 
 @dataclass
@@ -52,6 +56,8 @@ class Device:
     """Lanes that ran each opcode, over all launches."""
     interpret: bool = True
     """False: launches are noted and not run."""
+    fails: bool = False
+    """True: the runtime refuses every launch."""
 
     def add(self, array: np.ndarray, name: str, *, base: int | None = None, writable: bool = True) -> int:
         """Maps an array as the device's memory, at its own address unless another is given; the address."""
@@ -64,10 +70,13 @@ class Device:
         kernels = self.kernels
         failures: list[BaseException] = []
 
-        def on_launch(name: bytes, grid: int, block: int, parameters: int) -> int:
+        def on_launch(name: bytes, grid: int, block: int, parameters: int, device: int, stream: int | None) -> int:
+            if self.fails:
+                return _LAUNCH_FAILURE
             try:
                 kernel = kernels[name.decode()]
-                self._launch(Launch(kernel, grid, block, ctypes.string_at(parameters, kernel.param_bytes)))
+                params = ctypes.string_at(parameters, kernel.param_bytes)
+                self._launch(Launch(kernel, grid, block, params, device, stream or 0))
             except BaseException as error:  # C code below cannot carry it
                 failures.append(error)
                 return _LAUNCH_FAILURE
@@ -95,6 +104,11 @@ class Device:
                 memory=self.memory,
                 order=self.order(what.grid),
             )
+
+    @staticmethod
+    def current() -> int:
+        """The number of the device that the runtime has current."""
+        return _load()[1].fake_cudart_device()
 
     @property
     def kernels(self) -> dict[str, Kernel]:

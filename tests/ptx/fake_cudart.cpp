@@ -1,4 +1,4 @@
-// The CUDA runtime as the module in this test sees it: one device, and launches that go to a callback.
+// The CUDA runtime as the module in this test sees it: two devices, and launches that go to a callback.
 //
 // nvcc's host code registers each kernel's address and mangled name here, so a launch is passed on by
 // the name it has in the PTX, with the bytes that the real launcher made.
@@ -17,10 +17,12 @@ std::map<const void *, std::string> &kernels() {
 }
 
 // 0: success; anything else is the cudaError_t that the launch reports.
-using LaunchCallback = int (*)(const char *kernel, unsigned grid, unsigned block, const void *parameters);
+using LaunchCallback = int (*)(const char *kernel, unsigned grid, unsigned block, const void *parameters, int device,
+                               void *stream);
 
+constexpr int kDevices = 2;
 LaunchCallback on_launch = nullptr;
-int multiprocessors = 1, blocks_each = 1;
+int multiprocessors = 1, blocks_each = 1, current_device = 0;
 
 }  // namespace
 
@@ -31,6 +33,8 @@ void fake_cudart_use(LaunchCallback callback, int multiprocessor_count, int bloc
   multiprocessors = multiprocessor_count;
   blocks_each = blocks_per_multiprocessor;
 }
+
+int fake_cudart_device() { return current_device; }
 
 void **__cudaRegisterFatBinary(void *) {
   static void *handle;
@@ -54,12 +58,13 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void **, size_t, cudaSt
 }
 cudaError_t __cudaPopCallConfiguration(dim3 *, dim3 *, size_t *, void *) { not_reached("__cudaPopCallConfiguration"); }
 
-cudaError_t cudaLaunchKernel(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t) {
+cudaError_t cudaLaunchKernel(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared,
+                             cudaStream_t stream) {
   const auto found = kernels().find(host);
   if (found == kernels().end()) return cudaErrorInvalidDeviceFunction;
   if (!on_launch || shared || grid.y != 1 || grid.z != 1 || block.y != 1 || block.z != 1 || !grid.x || !block.x)
     return cudaErrorInvalidConfiguration;
-  return (cudaError_t)on_launch(found->second.c_str(), grid.x, block.x, arguments[0]);
+  return (cudaError_t)on_launch(found->second.c_str(), grid.x, block.x, arguments[0], current_device, stream);
 }
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, const void *host) {
@@ -76,14 +81,18 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceCount(int *count) {
-  *count = 1;
+  *count = kDevices;
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int *device) {
-  *device = 0;
+  *device = current_device;
   return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidDevice; }
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device >= kDevices) return cudaErrorInvalidDevice;
+  current_device = device;
+  return cudaSuccess;
+}
 cudaError_t cudaDriverGetVersion(int *version) {
   *version = 0;
   return cudaSuccess;
@@ -94,7 +103,9 @@ cudaError_t cudaRuntimeGetVersion(int *version) {
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char *cudaGetErrorName(cudaError_t error) {
-  return error == cudaErrorLaunchFailure ? "cudaErrorLaunchFailure" : "cudaError";
+  return error == cudaErrorLaunchFailure   ? "cudaErrorLaunchFailure"
+         : error == cudaErrorInvalidDevice ? "cudaErrorInvalidDevice"
+                                           : "cudaError";
 }
 const char *cudaGetErrorString(cudaError_t) { return "from fake_cudart"; }
 }
