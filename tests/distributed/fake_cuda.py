@@ -58,9 +58,9 @@ def fake_cuda_world(
                 is_initialized=mock.Mock(return_value=True),
             )
             stack.enter_context(cuda)
-            stack.enter_context(mock.patch.multiple(
-                    torch.Tensor, copy_=copy_by_op, to=to_first_device, __getitem__=slice_by_op
-                ))
+            stack.enter_context(
+                mock.patch.multiple(torch.Tensor, copy_=copy_by_op, to=to_first_device, __getitem__=slice_by_op)
+            )
             mesh = init_device_mesh("cuda", mesh_shape, mesh_dim_names=names)
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             yield mesh
