@@ -37,8 +37,8 @@ def simulate(gigabytes: list[int]) -> Report:
         ["state GB", "way", "chunks", "state on device, peak MB", "ms", "to the slower transfer"],
     )
     report.notes = [
-        f"Not measured on a GPU: a link of {LINK / GB:.0f} GB/s each way, {MEMORY / 1e12:.0f} TB/s of device memory and "
-        f"{TRAFFIC} bytes of kernel traffic a byte of state are assumed.",
+        f"Not measured on a GPU: a link of {LINK / GB:.0f} GB/s each way, {MEMORY / 1e12:.0f} TB/s of device memory "
+        f"and {TRAFFIC} bytes of kernel traffic a byte of state are assumed.",
         "BF16 moments and FP32 masters, 8 bytes an element. `resident` is a step with all state on the device.",
     ]
     for size in gigabytes:

@@ -227,7 +227,7 @@ class _AdamFlow:
     def __init__(self, owner: ElementRanges, layout: Any, jobs: dict[int, _Job], grad_scale: float):
         self.owner, self.device, self.layout, self.jobs, self.grad_scale = owner, owner.device, layout, jobs, grad_scale
         # Counts that include this step. The counters themselves are advanced when the step is done.
-        self.counts = torch.tensor([float(job.counter) for job in jobs.values()]).add_(1.0)
+        self.counts = torch.stack([job.counter for job in jobs.values()]).add_(1.0)
         self.launched: set[tuple[int, int]] = set()
         self.started: set[int] = set()
         self.lost: set[int] = set()
@@ -269,6 +269,8 @@ class _AdamFlow:
     def _row(self, stage: Stage, ring: Tensor, piece: Piece, keep: list[Any]) -> tuple[int, ...]:
         """Addresses of a piece, and in `keep` what they point into (until the kernel has been launched)."""
         job = self.jobs[piece.unit]
+        if is_fake(job.local):
+            return ()
         begin = min(piece.first * GRAIN_ELEMENTS, job.local.numel())
         n = min(piece.last * GRAIN_ELEMENTS, job.local.numel()) - begin
         base = ring.data_ptr()
