@@ -2,23 +2,18 @@
 
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from statestream.demo import controls
-from statestream.demo.checkpoint import Export
 from statestream.demo.compare import Difference, differences
 from statestream.demo.data import Corpus
 from statestream.demo.figures import draw_loss, draw_memory
-from statestream.demo.footprint import Footprint
 from statestream.demo.memory import peak_extra_bytes
 from statestream.demo.model import CONTEXT, ByteGPT
 from statestream.demo.report import print_report
-from statestream.demo.run import Outcome
-from statestream.demo.settings import Settings
 
 CPU = torch.device("cpu")
 
@@ -156,23 +151,6 @@ def test_flipped_bit_is_one_bit_of_one_tensor_in_the_file(tmp_path):
 
 
 # ---- report ----
-
-
-@pytest.fixture
-def outcome():
-    settings = Settings(steps=4, device=torch.device("cuda"), out=Path("out"), moments=torch.bfloat16, seed=0)
-    return Outcome(
-        settings=settings,
-        parameters=1000,
-        uninterrupted=[5.5, 4.5, 3.5, 2.5],
-        interrupted=[5.5, 4.5, 3.5, 2.5],
-        ours=Footprint(weights=2000, gradients=2000, moments=4000, masters=4000),
-        adamw=Footprint(weights=2000, gradients=2000, moments=8000, masters=4000),
-        export=Export(exported=12_000_000, peak_extra=1_050_000, usual_peak_extra=8_000_000),
-        compared=6,
-        after_loading=[],
-        at_the_end=[],
-    )
 
 
 def printed(outcome):
