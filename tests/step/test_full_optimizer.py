@@ -1,6 +1,7 @@
 """FusedAdam is a torch.optim.Optimizer in all that training loops ask of one."""
 
 import copy
+import gc
 import inspect
 import io
 import pickle
@@ -298,8 +299,6 @@ def test_an_optimizer_is_freed_with_its_model():
     train(optimizer, range(1))
     gone = weakref.ref(optimizer)
     del optimizer
-    import gc
-
     gc.collect()
     assert gone() is None
 
