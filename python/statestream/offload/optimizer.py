@@ -74,7 +74,6 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     """
 
     @torch.no_grad()
-    @torch.no_grad()
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -175,7 +174,6 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """How many of them are pinned."""
         return self.units.device.memory.pinned_bytes
 
-    @torch.no_grad()
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; host memory for the new parameters' state is taken here."""
@@ -296,12 +294,10 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     # ---- deepcopy and pickle ----
 
     @torch.no_grad()
-    @torch.no_grad()
     def __getstate__(self) -> dict[str, Any]:
         self.units.wait()
         return {"settings": self._settings, "inner": self.units.detached()}
 
-    @torch.no_grad()
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__["inner"] = state["inner"]
