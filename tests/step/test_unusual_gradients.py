@@ -25,8 +25,8 @@ def test_a_gradient_that_torch_negates_lazily_has_its_sign(shape):
     signs = []
     for resolve in (False, True):
         phase = torch.nn.Parameter(torch.full(shape, 0.5))
-        torch.complex(torch.full(shape, 2.0), phase).conj().imag.sum().backward()
-        assert phase.grad.is_neg() or (len(shape) == 1 and shape[0] == 3)
+        (torch.complex(torch.full(shape, 2.0), phase).conj() * (1 + 3j)).real.sum().backward()
+        assert phase.grad.is_neg() or phase.numel() > 1, "torch no longer negates lazily here"
         optimizer = FusedAdam([phase], lr=0.1)
         if resolve:
             phase.grad = phase.grad.resolve_neg()
