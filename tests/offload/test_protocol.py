@@ -333,6 +333,38 @@ def test_what_a_third_party_counts_by_itself_is_counted_once_a_step(chunk, eleme
     assert_same_training(params, optimizer, reference, plain)
 
 
+def test_state_that_is_made_in_the_constructor_is_taken_over():
+    class Eager(SignDescent):
+        def __init__(self, params):
+            super().__init__(params)
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["momentum"] = torch.full_like(p, 0.5)
+
+        def step(self, closure=None):
+            assert all("momentum" in self.state[p] for p in self.param_groups[0]["params"])
+            super().step()
+
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(Eager(params), CHUNK, elementwise=True), Eager(reference)
+    train(optimizer, params, range(3))
+    train(plain, reference, range(3))
+    assert_same_training(params, optimizer, reference, plain)
+
+
+def test_a_group_without_state_beside_one_with():
+    params, reference = make_params(), make_params()
+
+    def groups(ps):
+        return [{"params": ps[:2]}, {"params": ps[2:4], "momentum": 0.9}, {"params": ps[4:]}]
+
+    optimizer = CPUOffloadOptimizer(torch.optim.SGD(groups(params), lr=0.1), CHUNK)
+    plain = torch.optim.SGD(groups(reference), lr=0.1)
+    train(optimizer, params, range(3))
+    train(plain, reference, range(3))
+    assert_same_training(params, optimizer, reference, plain)
+    assert optimizer.host_state_bytes == (4096 + 256) * 4
+
+
 def test_an_optimizer_that_is_not_elementwise_runs_in_one_pass():
     params, reference = make_params(), make_params()
     optimizer = CPUOffloadOptimizer(torch.optim.Adafactor(params), elementwise=False)

@@ -44,7 +44,8 @@ def learn_state(
 ) -> list[StateKind]:
     """The state tensors that one step makes on the device for a parameter like `param`, with this local shape.
 
-    The step is the optimizer's own, without its hooks, on a meta tensor. An optimizer whose kernels have no
+    What the parameter's state holds already is taken for granted: some optimizers make it in their constructor. The
+    step is the optimizer's own, without its hooks, on a meta tensor. An optimizer whose kernels have no
     meta form runs it on zeros of that shape on the parameter's device.
     """
     device = local_of(param).device
@@ -75,7 +76,10 @@ def _learn_on(
         options.update({k: False for k in ("foreach", "fused") if k in options})
     if "param_names" in options:
         options["param_names"] = options["param_names"][:1]
-    twin.__dict__.update(state=defaultdict(dict), param_groups=[{**options, "params": [like]}])
+    state = defaultdict(dict)
+    if inner.state.get(param):
+        state[like] = {k: _like_state(v, param, like) for k, v in inner.state[param].items()}
+    twin.__dict__.update(state=state, param_groups=[{**options, "params": [like]}])
     with torch.no_grad():
         unhooked_step(twin)()
     kinds = []
@@ -83,6 +87,15 @@ def _learn_on(
         if not is_host_scalar(value, device):
             kinds.append(StateKind(name, tuple(value.shape), value.dtype))
     return kinds
+
+
+def _like_state(value: Any, param: Tensor, like: Tensor) -> Any:
+    """What stands for a state of `param` in the state of its twin."""
+    if is_host_scalar(value, local_of(param).device):
+        return copy.deepcopy(value)
+    local = local_of(value)
+    shape = like.shape if local.shape == local_of(param).shape else local.shape
+    return torch.zeros(shape, dtype=local.dtype, device=like.device)
 
 
 def _own(value: Any, device: torch.device) -> Any:

@@ -1,0 +1,86 @@
+"""On a real GPU: the bits of the resident optimizer, the bound as CUDA counts it, and no host wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from statestream import CPUOffloadOptimizer, FusedAdam
+
+from .conftest import assert_same_values, make_params
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes"),
+]
+
+MiB = 1 << 20
+MAKERS = {
+    "fused_adam_masters": lambda p: FusedAdam(p, lr=0.1, master_weights=True, exp_avg_dtype="bf16"),
+    "fused_adam": lambda p: FusedAdam(p, lr=0.1),
+    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+
+
+def on_gpu(params):
+    return [torch.nn.Parameter(p.detach().cuda()) for p in params]
+
+
+def train(optimizer, params, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype).cuda()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("chunk", [1, 60_000, 1 << 30, None])
+@pytest.mark.parametrize("name", MAKERS)
+def test_bits_are_those_of_the_resident_optimizer(name, chunk):
+    params, reference = on_gpu(make_params("mixed")), on_gpu(make_params("mixed"))
+    plain, optimizer = MAKERS[name](reference), CPUOffloadOptimizer(MAKERS[name](params), chunk)
+    train(plain, reference, range(3))
+    train(optimizer, params, range(3))
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(plain, reference, range(3, 5))
+    train(optimizer, params, range(3, 5))
+    for p, q in zip(params, reference, strict=True):
+        assert_same_values(p.cpu(), q.cpu())
+        for key, value in plain.state[q].items():
+            mine = optimizer.state[p][key]
+            assert mine.device.type == "cpu"
+            assert_same_values(mine, value.cpu(), key)
+
+
+def test_state_is_pinned_and_the_step_waits_for_nothing():
+    params = on_gpu(make_params(torch.bfloat16, shapes=[(MiB,)] * 8))
+    optimizer = CPUOffloadOptimizer(MAKERS["fused_adam_masters"](params), 8 * MiB)
+    assert optimizer.pinned_bytes == optimizer.host_state_bytes
+    assert all(s["exp_avg"].is_pinned() for s in optimizer.state.values())
+    train(optimizer, params, [0])
+    for p in params:
+        p.grad = torch.randn_like(p)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["fused_adam_masters", "fused_adam"])
+def test_peak_allocated_is_the_budget(name):
+    params = on_gpu(make_params(torch.bfloat16, shapes=[(16 * MiB,), *[(MiB,)] * 8]))
+    budget = 12 * MiB
+    optimizer = CPUOffloadOptimizer(MAKERS[name](params), budget)
+    for step in range(2):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        torch.cuda.synchronize()
+        assert 0 < torch.cuda.max_memory_allocated() - before <= budget, f"step {step}"
+        assert torch.cuda.memory_allocated() == before
