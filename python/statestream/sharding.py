@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -20,12 +21,15 @@ def around(local: Tensor, like: Tensor) -> Tensor:
     `local` itself where `like` is a plain tensor.
 
     The dtype is that of `local`, and so is the device: DTensor.from_local would move a host tensor to the
-    device of the mesh, and a plain empty_like leaves no choice of the memory.
+    device of the mesh, and empty_like leaves no choice of the memory.
     """
     if not is_dtensor(like):
         return local
-    shell = torch.empty_like(like, dtype=local.dtype, device="meta", requires_grad=False)
-    return type(shell)(local, shell._spec, requires_grad=False)
+    from torch.distributed.tensor import DTensor
+
+    spec = copy.copy(like._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local, spec, requires_grad=False)
 
 
 def local_share(value: Tensor, param: Tensor, name: str, label: str) -> Tensor:

@@ -11,7 +11,6 @@ import weakref
 
 import pytest
 import torch
-import torch.multiprocessing.reductions  # noqa: F401 - registers how tensors are shared
 from hypothesis import given
 from hypothesis import strategies as st
 from statestream.pinned import host_tensors, pack
