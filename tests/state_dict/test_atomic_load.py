@@ -76,6 +76,8 @@ BAD = {
     "a negative step": (set_state(6, "step", torch.tensor(-1.0)), "step of parameter 6.*-1"),
     "half a step": (set_state(6, "step", 2.5), "step of parameter 6.*2.5"),
     "steps of several elements": (set_state(6, "step", torch.ones(2)), "step of parameter 6"),
+    "a step without data": (set_state(6, "step", torch.ones((), device="meta")), "step of parameter 6"),
+    "a complex step": (set_state(6, "step", torch.tensor(1 + 1j)), "step of parameter 6"),
     "text for a step": (set_state(6, "step", "three"), "step of parameter 6.*three"),
     "no step anywhere": (drop_every_step, "step of parameter 0"),
     "a state that is no state of Adam": (

@@ -1,5 +1,7 @@
 """Inputs to a step that have broken other optimizers."""
 
+import time
+
 import pytest
 import torch
 from helpers.bits import differences, same_bits, snapshot
@@ -10,6 +12,16 @@ from statestream import FusedAdam
 BF16, FP32 = torch.bfloat16, torch.float32
 
 every_form = pytest.mark.parametrize("form", FORMS, ids=str)
+
+
+def with_capturable(forms):
+    """Each form without and with capturable=True, which refuses remainders by name."""
+    return [
+        (form, capturable)
+        for form in forms
+        for capturable in (False, True)
+        if not (capturable and form.master == "remainders")
+    ]
 
 
 def parameter(shape, dtype=FP32, seed=0):
@@ -131,12 +143,9 @@ def test_every_length_at_every_offset_has_the_bits_of_one_long_tensor(form):
 # ---- the closed form of one step ----
 
 
-@every_form
-@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("form, capturable", with_capturable(FORMS), ids=str)
 @pytest.mark.parametrize("decoupled_grad", [False, True])
 def test_weight_decay_comes_before_the_update(form, capturable, decoupled_grad):
-    if capturable and form.master == "remainders":
-        pytest.skip("capturable refuses remainders by name")
     for dtype in form.param_dtypes:
         param = torch.nn.Parameter(torch.ones(100, dtype=dtype))
         optimizer = FusedAdam(
@@ -233,14 +242,10 @@ def test_a_parameter_with_holes_or_overlaps_is_one_error_and_nothing_changes(lay
 # ---- dtypes of parameter and gradient ----
 
 
-@pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("grad_dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("master", [None, "fp32", "remainders"])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_any_gradient_dtype_is_taken_on_every_path(dtype, grad_dtype, master, capturable):
-    if capturable and master == "remainders":
-        pytest.skip("capturable refuses remainders by name")
-    mode = Mode(dtype, BF16, FP32, master)
+@pytest.mark.parametrize("mode, capturable", with_capturable([f for f in FORMS if f.param is not None]), ids=str)
+def test_any_gradient_dtype_is_taken_on_every_path(mode, capturable, grad_dtype):
+    dtype = mode.param
     ours, same = parameter(37, dtype), parameter(37, dtype)
     value = torch.randn(37, generator=torch.Generator().manual_seed(5)).to(BF16)  # exact in both dtypes
     results = []
@@ -285,6 +290,28 @@ def test_rows_that_were_never_touched_only_decay(form):
             assert torch.equal(param[untouched].view(torch.int16).int() & 0xFFFF, rounded & 0xFFFF)
         else:
             assert same_bits(param[untouched], expected.to(dtype))
+
+
+@pytest.mark.parametrize("what", ["weights", "second moments", "everything"])
+@pytest.mark.parametrize("exp_avg_sq", [FP32, BF16], ids=str)
+def test_zeros_are_not_slow(what, exp_avg_sq, monkeypatch):
+    """Embedding rows that are never touched: zero moments under zero gradients take no slow path."""
+    monkeypatch.setenv("STATESTREAM_NUM_THREADS", "1")
+    n = 1 << 19
+
+    def seconds(zero):
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.zeros(n) if zero and what != "second moments" else torch.randn(n))
+        optimizer = FusedAdam([param], lr=1e-3, weight_decay=0.1, exp_avg_sq_dtype=exp_avg_sq)
+        param.grad = torch.zeros(n) if zero and what != "weights" else torch.randn(n)
+        times = []
+        for _ in range(9):
+            begin = time.process_time()
+            optimizer.step()
+            times.append(time.process_time() - begin)
+        return min(times)
+
+    assert seconds(zero=True) < 2 * seconds(zero=False)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
