@@ -1,0 +1,145 @@
+"""Each thing that would make a streamed Muon wrong, planted: the comparison or a check has to notice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from statestream.offload import muon as muon_module
+from statestream.offload import muon_agreement, subset
+from statestream.offload.muon import MuonBatches
+from statestream.offload.muon_agreement import check_partition, joined
+from statestream.offload.plan import Unit, make_plan
+
+from .cases import ADAMW, CASES, EMPTY, EVEN, Case, Group, differences, offloaded, train
+
+
+def streamed_differences(name: str) -> list[str]:
+    case = CASES[name]
+    return differences(train(offloaded(case.run(), 1)), train(case.run()))
+
+
+def test_a_counter_that_advances_once_a_chunk_shows(monkeypatch):
+    monkeypatch.setattr(subset.Subset, "_set_back", lambda self: None)
+    found = streamed_differences("batched")
+    assert any(d.startswith("step of group") for d in found)
+    assert any(d.startswith("parameter") for d in found), "bias correction took the wrong count for the right one"
+
+
+def packed_twice(self, members):
+    """Every packed weight in the run of each of its batches, as if batches were stepped one by one."""
+    of = {id(m.param): m for m in members}
+    runs = []
+    for group in self.inner.param_groups:
+        params = [p for p in group["params"] if id(p) in of]
+        runs += [[of[id(params[i])] for i in dict.fromkeys(b)] for b in self.layout.batches(group, params)]
+    return runs
+
+
+def test_a_packed_parameter_in_two_units_is_refused(monkeypatch):
+    monkeypatch.setattr(MuonBatches, "_together", packed_twice)
+    with pytest.raises(RuntimeError, match=r"would update parameter 0 of group 0 \d times"):
+        offloaded(CASES["batched, packed over several batches"].run(), 1)
+
+
+def test_a_packed_parameter_is_not_stepped_twice_even_by_a_plan_that_says_so(monkeypatch):
+    monkeypatch.setattr(muon_module, "check_partition", lambda *args: None)
+    run = offloaded(CASES["batched, packed over several batches"].run(), 1)
+    stream = run.optimizer.units._stream
+
+    def twice(jobs, chosen):
+        stream(jobs, chosen)
+        stream(jobs, chosen)
+
+    run.optimizer.units._stream = twice
+    with pytest.raises(RuntimeError, match="about to be updated twice in one step"):
+        train(run, range(1))
+
+
+def test_a_parameter_left_out_of_a_step_is_an_error():
+    run = offloaded(CASES["batched"].run(), 1)
+    stream = run.optimizer.units._stream
+    run.optimizer.units._stream = lambda jobs, chosen: stream(dict(list(jobs.items())[1:]), chosen)
+    with pytest.raises(RuntimeError, match=r"\d+ parameters of \d+ with a gradient were updated"):
+        train(run, range(1))
+
+
+def test_an_empty_group_that_is_dropped_in_a_chunk_shows(monkeypatch):
+    update = subset.Subset.update
+
+    def dropping(self, params):
+        chosen, inner = {id(p) for p in params}, self.inner
+        whole = inner.param_groups
+        inner.param_groups = [g for g in whole if any(id(p) in chosen for p in g["params"])]
+        try:
+            update(self, params)
+        finally:
+            inner.param_groups = whole
+
+    monkeypatch.setattr(subset.Subset, "update", dropping)
+    assert streamed_differences("megabatched, odd rows")
+
+
+def test_momentum_that_is_not_stored_shows(monkeypatch):
+    from statestream.offload import stream
+
+    monkeypatch.setattr(stream._Flow, "_copy_out", lambda self, queue, stage: None)
+    assert any("momentum" in d for d in streamed_differences("batched"))
+
+
+@pytest.mark.parametrize(
+    ("batches", "count", "runs"),
+    [
+        ([], 3, [[0], [1], [2]]),
+        ([[0, 2], [1]], 3, [[0, 2], [1]]),
+        ([[0, 1], [1, 2], [4]], 5, [[0, 1, 2], [3], [4]]),  # through a packed parameter
+        ([[3, 1], [2, 0], [0, 3]], 4, [[0, 1, 2, 3]]),
+    ],
+)
+def test_parameters_that_share_a_batch_are_one_run(batches, count, runs):
+    assert joined(batches, count) == runs
+
+
+def test_packed_weights_of_two_ranks_are_joined_through_their_matrices():
+    """World size 2, blocks of 64, 32 and 32 rows: the blocks of 32 fill a batch by themselves."""
+    run = Case("batched", [Group([(128, 16)] * 5, options={"partitions": (64, 32, 32)}), Group(EVEN), ADAMW]).run()
+    inner = run.optimizer
+    layout = muon_module.TorchMuon(inner)
+    assert joined(layout.batches(inner.param_groups[0], inner.param_groups[0]["params"]), 5) == [[i] for i in range(5)]
+    inner._world_size = 2
+    from statestream.offload.muon_layouts import muon_layout
+
+    batches = muon_layout(inner).batches(inner.param_groups[0], inner.param_groups[0]["params"])
+    assert sorted(map(len, batches)) == [1, 2, 2, 2, 2, 2, 2, 2]
+    assert joined(batches, 5) == [[0, 1], [2, 3], [4]]
+
+
+def test_a_plan_that_leaves_a_unit_out_or_repeats_one_is_no_partition():
+    plan = make_plan([Unit((256,)), Unit((256,), joined=True), Unit((512,))], 1)
+    check_partition(plan, ["a", "b", "c"], ["a", "b", "c"])
+    with pytest.raises(RuntimeError, match="d 0 times"):
+        check_partition(plan, ["a", "b", "c"], ["a", "b", "c", "d"])
+    with pytest.raises(RuntimeError, match="b 2 times"):
+        check_partition(plan, ["a", "b", "b"], ["a", "b"])
+
+
+def test_joined_units_are_one_chunk_whatever_the_budget():
+    units = [Unit((256,)), Unit((512,)), Unit((512,), joined=True), Unit((256,), joined=True), Unit((256,))]
+    for budget in (1, 300, 768, 1300, 4000, 100_000):
+        plan = make_plan(units, budget)
+        chunk = next(c for c in plan.chunks if any(p.unit == 1 for p in c.pieces))
+        assert {1, 2, 3} <= {p.unit for p in chunk.pieces}
+        assert plan.oversize == ((1,) if 300 <= budget < 1280 else (0, 1, 4) if budget < 256 else ())
+        assert plan.ring_bytes <= max(budget, 1280)
+    with pytest.raises(ValueError, match="joined"):
+        make_plan([Unit((256,), joined=True)], 1)
+    with pytest.raises(ValueError, match="joined"):
+        make_plan([Unit((256,)), Unit((256,), bank=1, joined=True)], 1)
+
+
+def test_a_plan_is_described_by_what_all_ranks_know():
+    case = Case("megabatched", [Group([(64, 256)] * 2, options={}), EMPTY, ADAMW], dtype=torch.bfloat16)
+    units = offloaded(case.run(), 1).optimizer.units
+    params = [p for bank in units.store.banks for p in bank.units]
+    lines = muon_agreement.describe(units.store.plan, params).splitlines()
+    assert lines[0] == "chunk 0: 65536 bytes, 1 of 64x256 bfloat16"
+    assert len(lines) == 5
