@@ -108,7 +108,7 @@ def test_a_dtensor_with_other_placements_is_refused_by_name(placements):
     with world(1, (4,)) as mesh:
         value = distribute_tensor(full, mesh, (Shard(1),), src_data_rank=None)
         param = distribute_tensor(full, mesh, placements, src_data_rank=None)
-        with pytest.raises(ValueError, match="exp_avg of 'w': placements .*checkpoint, which reshards"):
+        with pytest.raises(ValueError, match=r"exp_avg of 'w': placements .*checkpoint, which reshards"):
             local_share(value, param, "exp_avg", "'w'")
 
 
