@@ -7,7 +7,8 @@ import pytest
 from .cases import CASES
 from .ranks import CHECKPOINTED, run_ranks
 
-WORLDS = [1, 2, 4]
+FOUR = pytest.param(4, marks=pytest.mark.long)
+WORLDS = [1, 2, FOUR]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def test_a_run_saved_and_resumed_in_the_middle_is_the_uninterrupted_one(world, n
         assert any(found), f"a resumed {fault} that is wrong makes no difference"
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, FOUR])
 def test_ranks_that_cut_differently_are_refused_with_both_plans(world, results):
     for result in results(world):
         assert result["disagreement"]
@@ -64,14 +65,14 @@ def test_ranks_that_cut_differently_are_refused_with_both_plans(world, results):
             assert first != second.split("\n", 1)[1], name
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, FOUR])
 def test_agreement_costs_one_gather_at_construction_and_none_in_a_step(world, results):
     for result in results(world):
         assert result["gathers"] == {"construction": 1, "steps": 0}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, FOUR])
 def test_ranks_whose_copies_are_late_in_different_ways_agree(world):
     for result in run_ranks(world, "simulated"):
         assert result and all(found == [] for found in result.values()), result
