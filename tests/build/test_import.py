@@ -38,7 +38,7 @@ def test_missing_native_module_is_one_import_error_that_says_what_to_run(package
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1
     assert last.startswith("ImportError: statestream._cpu, the compiled part of statestream, cannot be imported (")
-    assert "pip install" in last
+    assert "Build it with: pip install" in last
 
 
 def test_missing_native_module_is_one_line_of_the_command(package_without_native, tmp_path):
