@@ -215,3 +215,70 @@ def test_a_model_moved_to_another_memory_format_keeps_every_element():
     train(first, range(2, 4))
     train(second, range(2, 4))
     assert differences(snapshot(first), snapshot(second)) == []
+
+
+@pytest.mark.parametrize("stepped", [0, 2])
+def test_weights_win_over_masters_loaded_without_them(stepped):
+    """Whether or not the optimizer has stepped before: a load makes the next step look at the weights anew."""
+    _, source = run(steps=3)
+    weight, optimizer = run(steps=0)
+    train(optimizer, range(20, 20 + stepped))
+    with torch.no_grad():
+        own = weight.detach().clone()
+        away = source.state_dict()
+        away["state"][0]["master_param"] += 1.0
+    optimizer.load_state_dict(away)
+    nothing(optimizer)
+    assert same_bits(weight, own)
+    assert same_bits(optimizer.state[weight]["master_param"], own.float())
+
+
+def test_a_load_after_the_model_was_moved_to_another_dtype_and_layout():
+    """State that is there already is brought to where the parameter is now before values come in."""
+    mode = Mode(BF16, BF16, FP32, "fp32")
+    module = torch.nn.Conv2d(3, 4, 3)
+    optimizer = FusedAdam(module.parameters(), lr=0.1, **mode.arguments)
+    train(optimizer, range(1))
+    source_module = copy.deepcopy(module).to(BF16)
+    source = FusedAdam(source_module.parameters(), lr=0.1, **mode.arguments)
+    train(source, range(3))
+    module.to(BF16).to(memory_format=torch.channels_last)
+    optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+    for (name, param), other in zip(module.named_parameters(), source_module.parameters(), strict=True):
+        held = optimizer.state[param]
+        assert set(held) == set(source.state[other])
+        for key, value in source.state[other].items():
+            assert same_bits(held[key], value), (name, key)
+            assert key == "step" or held[key].stride() == param.stride(), (name, key)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+SHARDED_WRITES = {
+    "the DTensor": lambda w, v: w.copy_(v),
+    "its local tensor": lambda w, v: w.to_local().copy_(v.to_local()),
+    "a view of its local tensor": lambda w, v: w.to_local().view(-1).copy_(v.to_local().view(-1)),
+}
+
+
+@pytest.mark.parametrize("write", SHARDED_WRITES)
+def test_writes_to_a_sharded_weight_are_followed(write, one_rank):
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 4).to(BF16), one_rank, [Shard(0)]))
+    values = distribute_tensor(torch.randn(8, 4).to(BF16), one_rank, [Shard(0)])
+    optimizer = FusedAdam([weight], lr=1e-3, master_weights=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with torch.no_grad():
+        SHARDED_WRITES[write](weight, values)
+    nothing(optimizer)
+    with torch.no_grad():
+        assert same_bits(weight.to_local(), values.to_local())
+        assert same_bits(optimizer.state[weight]["master_param"].to_local(), values.to_local().float())
