@@ -10,7 +10,7 @@ from torch import Tensor
 
 from statestream.tensors import is_dtensor, is_fake, local_of
 
-__all__ = ["around", "local_share"]
+__all__ = ["around", "local_share", "placed_as"]
 
 Range = tuple[int, int]
 """First index along a dimension, and one past the last."""
@@ -30,6 +30,19 @@ def around(local: Tensor, like: Tensor) -> Tensor:
     spec = copy.copy(like._spec)
     spec.tensor_meta = spec.tensor_meta._replace(dtype=local.dtype)
     return DTensor(local, spec, requires_grad=False)
+
+
+def placed_as(grad: Tensor, param: Tensor, name: str) -> Tensor:
+    """A gradient with the placements of its parameter: itself, unless autograd left it a sum that is still to be
+    taken (Partial) or cut it otherwise. Then it is redistributed, as torch's own optimizers do: a collective, the
+    same on every rank. Raises ValueError where the two are on different meshes."""
+    if not is_dtensor(grad) or not is_dtensor(param) or grad.placements == param.placements:
+        return grad
+    if grad.device_mesh != param.device_mesh:
+        raise ValueError(
+            f"{name}: gradient on {grad.device_mesh}, parameter on {param.device_mesh}; redistribute the gradient"
+        )
+    return grad.redistribute(param.device_mesh, param.placements)
 
 
 def local_share(value: Tensor, param: Tensor, name: str, label: str) -> Tensor:

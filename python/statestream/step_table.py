@@ -19,6 +19,7 @@ from statestream import kernels
 from statestream.arguments import check_param
 from statestream.kernels import Formats
 from statestream.moments import MASTER, STEP, StateFormat
+from statestream.sharding import placed_as
 from statestream.tensors import address_of, copy_version, is_dense, local_of, same_layout
 
 __all__ = ["Call", "StepTable"]
@@ -176,7 +177,7 @@ class StepTable:
             )
         if grad.shape != param.shape:
             raise ValueError(f"{name}: gradient of shape {tuple(grad.shape)}, parameter of {tuple(param.shape)}")
-        grad = local_of(grad).resolve_neg()
+        grad = local_of(placed_as(grad, param, name)).resolve_neg()
         for tensor, what in ((local, "parameters"), (grad, "gradients")):
             if is_traceable_wrapper_subclass(tensor):
                 raise ValueError(
