@@ -156,6 +156,32 @@ def test_a_load_that_does_not_fit_changes_nothing(name):
     optimizer.load_state_dict(good)
 
 
+def test_a_parameter_that_the_checkpoint_has_no_state_for_starts_anew(make):
+    params, others = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK), make(others)
+    train(optimizer, params, range(2))
+    train(plain, others, range(2))
+    partial = plain.state_dict()
+    partial["state"] = {k: v for k, v in partial["state"].items() if k != 2}
+    for o, ps in ((optimizer, params), (plain, others)):
+        o.load_state_dict(copy.deepcopy(partial))
+        train(o, ps, [2])
+    assert_same_training(params, optimizer, others, plain)
+
+
+@pytest.mark.parametrize("name", ["fused_adam", "adamw"])
+def test_how_the_optimizer_runs_is_not_the_checkpoints_affair(name):
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(MAKERS[name](params), CHUNK)
+    train(optimizer, params, [0])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0].update(capturable=True, foreach=True, differentiable=True, lr=0.03)
+    optimizer.load_state_dict(saved)
+    group = optimizer.param_groups[0]
+    assert (group["capturable"], group["foreach"], group["differentiable"], group["lr"]) == (False, None, False, 0.03)
+    train(optimizer, params, [1])
+
+
 def test_a_file_holds_each_state_once(make):
     params = make_params(torch.bfloat16, shapes=[(1000,)] * 30)
     optimizer = CPUOffloadOptimizer(make(params), CHUNK)

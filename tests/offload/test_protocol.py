@@ -247,6 +247,21 @@ def test_parameters_that_are_replaced_are_followed(name):
     assert optimizer.host_state_bytes == size, "memory of parameters that are gone is kept"
 
 
+@pytest.mark.parametrize("name", ["fused_adam", "adamw"])
+def test_an_older_group_may_go_and_a_newer_one_stay(name):
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(MAKERS[name](params[:3]), 20_000), MAKERS[name](reference[:3])
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps[:3], [0])
+        o.add_param_group({"params": ps[3:]})
+        train(o, ps, [1])
+        ps[:3] = make_params(seed=4)[:3]
+        o.param_groups[0]["params"][:] = ps[:3]
+        train(o, ps, [2, 3])
+    assert len(optimizer.units.store.banks) == 2
+    assert_same_training(params, optimizer, reference, plain)
+
+
 def test_grad_scaler_scales_and_skips(make):
     params, reference = make_params(), make_params()
     optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK), make(reference)
@@ -330,6 +345,60 @@ def test_what_a_third_party_counts_by_itself_is_counted_once_a_step(chunk, eleme
     train(optimizer, params, range(4))
     train(plain, reference, range(4))
     assert optimizer.param_groups[0]["step"] == 4 and optimizer.inner.calls == 4
+    assert_same_training(params, optimizer, reference, plain)
+
+
+def test_a_chunk_sees_its_own_parameters_and_gradients_alone():
+    """By the groups, and for an optimizer that keeps a list of its own, by the gradients."""
+    seen = []
+
+    class Watching(SignDescent):
+        def __init__(self, params):
+            super().__init__(params)
+            self.mine = list(params)
+
+        def step(self, closure=None):
+            seen.append(
+                (len(self.param_groups[0]["params"]), [i for i, p in enumerate(self.mine) if p.grad is not None])
+            )
+            super().step()
+
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(Watching(params), CHUNK, elementwise=True)
+    train(optimizer, params, [0])
+    seen.clear()  # what the first step makes, it makes in chunks of its own
+    train(optimizer, params, [1], missing=lambda _: (5,))
+    assert len(seen) > 1
+    assert sorted(i for _, grads in seen for i in grads) == [0, 1, 2, 3, 4]
+    assert all(count == len(grads) for count, grads in seen)
+    assert [p.grad is None for p in params] == [False] * 5 + [True]
+
+
+def test_whoever_holds_a_parameters_state_goes_on_seeing_it():
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(torch.optim.AdamW(params), CHUNK)
+    train(optimizer, params, [0])
+    held = optimizer.state[params[0]]
+    moment = held["exp_avg"]
+    before = moment.clone()
+    train(optimizer, params, [1])
+    assert optimizer.state[params[0]] is held and held["step"] == 2
+    assert held["exp_avg"].data_ptr() == moment.data_ptr() and not torch.equal(moment, before)
+
+
+def test_a_state_that_is_bound_anew_in_every_step_is_stored():
+    class Rebinding(SignDescent):
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    self.state[p]["momentum"] = self.state[p].get("momentum", torch.zeros_like(p)) * 0.9 + p.grad
+                    p.sub_(self.state[p]["momentum"] * 0.1)
+
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(Rebinding(params), CHUNK, elementwise=True), Rebinding(reference)
+    train(optimizer, params, range(3))
+    train(plain, reference, range(3))
     assert_same_training(params, optimizer, reference, plain)
 
 
@@ -491,3 +560,14 @@ def test_meta_parameters_that_become_real_later(swap, monkeypatch):
     train(optimizer, params, range(3))
     train(plain, others, range(3))
     assert_same_training(params, optimizer, others, plain)
+
+
+def test_autograd_notices_that_weights_were_written():
+    params = make_params(torch.bfloat16)
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, master_weights=True), 3_000)
+    loss = (params[0] ** 2).sum()
+    versions = [p._version for p in params]
+    train(optimizer, params, [0], missing=lambda _: (2,))
+    assert [p._version > v for p, v in zip(params, versions, strict=True)] == [i != 2 for i in range(6)]
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
