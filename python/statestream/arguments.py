@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def check_group_options(group: dict[str, Any], where: str = "") -> None:
     if readable and not _finite_from_zero(lr):
         refuse("lr", lr, "finite and at least 0")
     betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+    if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         refuse("betas", betas, "a pair of numbers")
     for beta in betas:
         if not _is_number(beta) or not 0.0 <= as_number(beta) < 1.0:

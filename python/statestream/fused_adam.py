@@ -181,6 +181,7 @@ class FusedAdam(torch.optim.Optimizer):
             )
         super().add_param_group(group)
         added = self.param_groups[-1]
+        added["betas"] = tuple(added["betas"])  # a configuration's list is no value for a checkpoint
         # A tensor of its own: two groups that share one would take each other's schedule.
         if isinstance(added["lr"], Tensor):
             added["lr"] = added["lr"].detach().clone()

@@ -118,7 +118,11 @@ def format_of(tensor: Tensor) -> int:
 def num_threads() -> int:
     """CPU threads a call may use: STATESTREAM_NUM_THREADS, or else torch's intra-op count."""
     wanted = os.environ.get("STATESTREAM_NUM_THREADS")
-    return int(wanted) if wanted else torch.get_num_threads()
+    if not wanted:
+        return torch.get_num_threads()
+    if not wanted.isdecimal() or int(wanted) < 1:
+        raise ValueError(f"STATESTREAM_NUM_THREADS: {wanted!r} is not valid; give a number of threads")
+    return int(wanted)
 
 
 def row(

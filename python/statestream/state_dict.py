@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def pack_groups(groups: list[dict[str, Any]], snapshot: bool) -> tuple[list[dict
     packed_groups = []
     start = 0
     for group in groups:
-        packed = {k: v for k, v in group.items() if k != "params"}
+        packed = {k: _plain(v) for k, v in group.items() if k != "params"}
         if snapshot:
             packed = {k: v.detach().clone() if isinstance(v, Tensor) else copy.deepcopy(v) for k, v in packed.items()}
         for i, param in enumerate(group["params"], start):
@@ -151,6 +152,16 @@ def update_group(group: dict[str, Any], loaded: dict[str, Any]) -> None:
             group[key] = copy.deepcopy(value)
         if key == STEP and not isinstance(live, Tensor):
             group[key] = int(group[key])
+
+
+def _plain(setting: Any) -> Any:
+    """A setting as a checkpoint may hold it: schedules in NumPy leave NumPy's numbers, which
+    torch.load(weights_only=True) refuses."""
+    if type(setting) is tuple:
+        return tuple(map(_plain, setting))
+    if isinstance(setting, bool) or not isinstance(setting, Real):
+        return setting
+    return int(setting) if isinstance(setting, Integral) else float(setting)
 
 
 def _label(name: Any) -> str:

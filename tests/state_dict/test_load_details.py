@@ -270,3 +270,14 @@ def test_remainders_of_every_kind_survive_a_checkpoint(tmp_path):
     possible = ~((weights.float() == 0) & (lows < 0))
     assert same_bits(param[possible], weights[possible])
     assert same_bits(optimizer.state[param]["master_param"][possible], lows[possible])
+
+
+def test_values_of_a_mapped_file_are_copied_out_of_it(tmp_path):
+    original, saved = saved_run()
+    torch.save(saved, tmp_path / "state.pt")
+    mapped = torch.load(tmp_path / "state.pt", mmap=True, weights_only=True)
+    new = build(EXACT)
+    new.load_state_dict(mapped)
+    (tmp_path / "state.pt").write_bytes(b"0" * (tmp_path / "state.pt").stat().st_size)
+    for a, b in zip(params_of(original), params_of(new), strict=True):
+        assert all(same_bits(original.state[a][name], new.state[b][name]) for name in original.state[a])

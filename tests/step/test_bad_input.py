@@ -278,3 +278,16 @@ def test_set_scaled_state_refuses_what_does_not_fit():
         with pytest.raises(ValueError, match=named):
             optimizer.set_scaled_state(param, name, value)
     assert not optimizer.state[param]["exp_avg"].any()
+
+
+@pytest.mark.parametrize("threads", ["many", "-2", "0", "1.5"])
+def test_a_bad_number_of_threads_is_named(threads, monkeypatch):
+    optimizer = FusedAdam(params(), lr=0.1)
+    before = snapshot(optimizer)
+    monkeypatch.setenv("STATESTREAM_NUM_THREADS", threads)
+    with pytest.raises(ValueError, match=f"STATESTREAM_NUM_THREADS.*{threads}"):
+        train(optimizer, range(1))
+    monkeypatch.delenv("STATESTREAM_NUM_THREADS")
+    after = snapshot(optimizer)
+    assert [name for name in differences(before, after) if name in before] == []
+    assert all(state["step"].item() == 0 for state in optimizer.state.values())
