@@ -2,7 +2,6 @@
 
 import copy
 import threading
-import warnings
 
 import pytest
 import torch
@@ -34,13 +33,6 @@ FILE_MODES = [
 ]
 
 either_form = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled|.*non-distributed|.*single process")
-        yield
 
 
 def run(mode, steps=(), seed=0):
