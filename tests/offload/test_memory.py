@@ -154,7 +154,8 @@ def test_a_view_has_the_shape_and_strides_of_its_parameter():
 
 
 def test_host_memory_follows_the_formula():
-    """Steady state S, S + E while a snapshot is held; a load adds nothing; all of it goes with the optimizer."""
+    """S; S + E while a snapshot is held; a load adds nothing; S + 2E while an async save is written; and all of it
+    goes with the optimizer."""
     worker = Path(__file__).with_name("memory_worker.py")
     run = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
@@ -165,6 +166,8 @@ def test_host_memory_follows_the_formula():
     assert found["steady"] == pytest.approx(stored, abs=slack)
     assert found["saving"] == pytest.approx(stored + exported, abs=slack)
     assert found["loading"] == pytest.approx(stored + exported, abs=slack)
+    assert found["async_saving"] == pytest.approx(stored + 2 * exported, abs=slack)
+    assert found["async_saved"] == pytest.approx(stored + exported, abs=slack)
     assert found["after"] == pytest.approx(stored, abs=slack)
     assert found["gone"] == pytest.approx(0, abs=slack)
 

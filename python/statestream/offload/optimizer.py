@@ -5,7 +5,8 @@ of the state as exported (FP32 for FusedAdam, S otherwise) and C = step_chunk_by
 
 * device, between steps: none; during a step: at most C (None: S and, unless FusedAdam is inside, the parameters);
 * host: S always; S + E from `state_dict()` on while its result is held, with `state_dict_snapshot=False` S plus what
-  is not stored as it is exported; a load writes in place and needs S plus the checkpoint.
+  is not stored as it is exported; S + 2E while `dcp.async_save` writes, whose stager copies once more; a load writes
+  in place and needs S plus the checkpoint.
 
 On a machine without a GPU the same code streams through host memory: then C comes on top of S.
 """
