@@ -148,7 +148,8 @@ def test_a_moment_that_the_checkpoint_lacks_is_an_error_and_nothing_changes(flat
     new_model, new = build(1)
     train_model(new_model, new, range(5, 6))
     before = copy.deepcopy(new.state_dict())
-    with pytest.raises(ValueError, match=r"exp_avg of 'norm\.bias' is missing"):
+    # torch 2.9 notices a flat dict's missing key itself.
+    with pytest.raises((ValueError, KeyError), match=r"exp_avg of 'norm\.bias' is missing|state\.norm\.bias\.exp_avg"):
         set_optimizer_state_dict(new_model, new, saved, options=options)
     after = new.state_dict()
     assert [g["lr"] for g in after["param_groups"]] == [g["lr"] for g in before["param_groups"]]

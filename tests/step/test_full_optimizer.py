@@ -151,7 +151,9 @@ def advance(scheduler):
 def test_schedulers_drive_it_as_they_drive_torchs_adamw(name, capturable, lr):
     ours, theirs = params(), params()
     optimizer = FusedAdam(ours, lr=copy.deepcopy(lr), capturable=capturable, weight_decay=0.01)
-    reference = torch.optim.AdamW(theirs, lr=0.1)
+    # A tensor where ours is one: torch before 2.10 ties lr and initial_lr together in SequentialLR.
+    tensor = capturable or isinstance(lr, torch.Tensor)
+    reference = torch.optim.AdamW(theirs, lr=torch.tensor(0.1) if tensor else 0.1)
     schedulers = SCHEDULERS[name](optimizer), SCHEDULERS[name](reference)
     for step in range(8):
         train(optimizer, [step])
