@@ -175,6 +175,6 @@ def _named(words: str, status: int) -> str:
     failed = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", words, re.M)
     if failed:
         return failed[0]
-    begun = re.findall(r"^(tests/.+?::.+?) *$", words, re.M)
+    begun = re.findall(r"^(tests/.+?::.+?) *(?:PASSED.*|Fatal Python error.*)?$", words, re.M)
     how = "does not end" if status in (-signal.SIGKILL, -signal.SIGXCPU) else f"ends the process with {status}"
     return f"{begun[-1] if begun else 'collection'} ({how})"
