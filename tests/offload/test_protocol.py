@@ -247,6 +247,43 @@ def test_parameters_that_are_replaced_are_followed(name):
     assert optimizer.host_state_bytes == size, "memory of parameters that are gone is kept"
 
 
+@pytest.mark.parametrize("name", ["fused_adam", "adamw", "adamw_masters"])
+@pytest.mark.parametrize("then", ["step", "save"])
+def test_tensors_that_a_trainer_puts_in_the_state_are_taken_back(name, then):
+    """Lightning, for one, replaces every state by a copy on the model's device."""
+    make = (lambda p: FusedAdam(p, lr=0.1, master_weights=True)) if name == "adamw_masters" else MAKERS[name]
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK), make(reference)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, range(2))
+        for p in ps:
+            o.state[p] = {k: v.clone().mul_(2.0) for k, v in o.state[p].items()}
+        if then == "step":
+            train(o, ps, [2])
+    saved = optimizer.state_dict()
+    storages = {a.block.untyped_storage().data_ptr() for b in optimizer.units.store.banks for a in b.arenas}
+    assert all(optimizer.state[p]["exp_avg"].untyped_storage().data_ptr() in storages for p in params)
+    for i, state in plain.state_dict()["state"].items():
+        for key, value in state.items():
+            assert_same_values(saved["state"][i][key], value, key)
+    train(optimizer, params, range(3, 5))
+    train(plain, reference, range(3, 5))
+    assert_same_training(params, optimizer, reference, plain)
+    for p in params:
+        assert optimizer.state[p]["exp_avg"].untyped_storage().data_ptr() in storages
+
+
+def test_parameters_that_change_their_shape_in_place():
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 3_000), FusedAdam(reference, lr=0.1)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, range(2))
+        for i in (0, 4):
+            ps[i].data = torch.ones(5, 300 + i)
+        train(o, ps, range(2, 4))
+    assert_same_training(params, optimizer, reference, plain)
+
+
 @pytest.mark.parametrize("name", ["fused_adam", "adamw"])
 def test_an_older_group_may_go_and_a_newer_one_stay(name):
     params, reference = make_params(), make_params()

@@ -32,6 +32,8 @@ def export_state(units: ElementRanges | WholeParameters | OnePass, snapshot: boo
             return inner.state_dict()
         finally:
             inner.state_dict_cpu_offload = chosen
+    if isinstance(units, WholeParameters):
+        units.take_back(units.members.values())
     state_dict = inner.state_dict()
     if not snapshot:
         return state_dict

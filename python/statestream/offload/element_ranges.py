@@ -52,14 +52,19 @@ class HostFormat(StateFormat):
 
     def follow(self, param: Tensor, state: dict[str, Any]) -> None:
         local, dtypes = local_of(param), self.dtypes(param)
-        if set(state) == {STEP, *dtypes} and all(
+        fits = set(state) == {STEP, *dtypes} and all(
             state[name].dtype is dtype and same_layout(local_of(state[name]), local) for name, dtype in dtypes.items()
-        ):
+        )
+        if fits and self.keeper.holds(param, state):
             return
+        # The parameter changed its shape, or someone put other tensors in the state: trainers do, which move all
+        # they find to the device.
+        self.keeper.wait()
         old = dict(state)
-        self.keeper.forget(param)
+        if not fits:
+            self.keeper.forget(param)
         state.clear()
-        state.update(self.make(param))
+        state.update(self.keeper.views(param) if fits else self.make(param))
         if STEP in old:
             state[STEP].copy_(old[STEP])
         for name in dtypes:
@@ -98,6 +103,7 @@ class ElementRanges(Units):
     def __init__(self, inner: FusedAdam, device: Any, budget: int | None):
         super().__init__(inner, device, budget)
         self._counters: dict[int, Tensor] = {}
+        self._views: dict[int, dict[str, Any]] = {}
         self._plain_form = inner.form
         existing = {p: s for p, s in inner.state.items() if isinstance(p, Tensor)}
         settings = {f.name: getattr(inner.form, f.name) for f in fields(StateFormat)}
@@ -132,6 +138,7 @@ class ElementRanges(Units):
         for param, counter in zip(new, counters, strict=True):
             self._counters[id(param)] = counter
         self._counters = {id(p): self._counters[id(p)] for p in members if id(p) in self._counters}
+        self._views = {id(p): self._views[id(p)] for p in members if id(p) in self._views}
 
     def _entry(self, param: Tensor) -> Entry:
         dtypes = self.inner.form.dtypes(param)
@@ -156,7 +163,13 @@ class ElementRanges(Units):
         for name, dtype in self.inner.form.dtypes(param).items():
             arena = home.bank.arenas[KINDS.index(name)]
             state[name] = around(arena.view(home.index, dtype, local), param)
+        self._views[id(param)] = dict(state)
         return state
+
+    def holds(self, param: Tensor, state: dict[str, Any]) -> bool:
+        """Whether these are the very tensors that `views` gave."""
+        views = self._views.get(id(param), {})
+        return views.keys() == state.keys() and all(state[name] is view for name, view in views.items())
 
     def detached(self) -> FusedAdam:
         twin = super().detached()
@@ -193,7 +206,7 @@ class ElementRanges(Units):
         if any(self.store.home(p) is None for p in with_grad):
             self.wait()
             self.reserve(with_grad)
-        found: dict[int, _Job] = {}
+        found: dict[int, _Job] = {}  # by id first: a state that follows its parameter renumbers the units
         for number, group in enumerate(inner.param_groups):
             options = inner._options(group)
             for i, param in enumerate(group["params"]):
@@ -201,11 +214,10 @@ class ElementRanges(Units):
                 if grad is None:
                     continue
                 name = f"'{group['param_names'][i]}'" if "param_names" in group else f"parameter {i} of group {number}"
-                job = self._job(table, name, param, grad, options)
-                found.setdefault(self.store.home(param).unit, job)
+                found.setdefault(id(param), self._job(table, name, param, grad, options))
         for number, job in enumerate(found.values()):
             job.number = number
-        return found
+        return {self.store.home(job.param).unit: job for job in found.values()}
 
     def _job(self, table: StepTable, name: str, param: Tensor, grad: Tensor, options: AdamOptions) -> _Job:
         local = local_of(param)

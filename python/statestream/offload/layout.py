@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence, Set
+from itertools import accumulate
 
 from statestream.offload.arena import Bank
 from statestream.offload.plan import Chunk, Piece, Plan, Unit
@@ -23,6 +24,7 @@ class Layout:
 
     def __init__(self, plan: Plan, units: Sequence[Unit], banks: Sequence[Bank]):
         self.plan, self.units, self.banks = plan, units, banks
+        self._places: dict[int, dict[tuple[int, int], list[int]]] = {}
         self._all = self._stages(None)
 
     def stages(self, active: Set[int] | None = None) -> list[Stage]:
@@ -31,12 +33,23 @@ class Layout:
 
     def place(self, chunk: Chunk, piece: Piece, kind: int) -> int:
         """Byte of the ring at which the piece's state of this kind begins."""
-        bank = self.banks[chunk.bank]
-        base = chunk.offset + sum(chunk.sizes[:kind])
-        if kind < len(bank.arenas):
-            return base + bank.start(kind, piece) - bank.start(kind, chunk.pieces[0])
-        before = chunk.pieces[: chunk.pieces.index(piece)]
-        return base + sum(self._nbytes(p, kind) for p in before)
+        places = self._places.get(id(chunk))
+        if places is None:
+            places = self._places[id(chunk)] = self._places_of(chunk)
+        return places[piece.unit, piece.first][kind]
+
+    def _places_of(self, chunk: Chunk) -> dict[tuple[int, int], list[int]]:
+        bank, first = self.banks[chunk.bank], chunk.pieces[0]
+        bases = [chunk.offset, *(chunk.offset + end for end in accumulate(chunk.sizes))]
+        places: dict[tuple[int, int], list[int]] = {(p.unit, p.first): [] for p in chunk.pieces}
+        for kind in range(len(chunk.sizes)):
+            in_arena = kind < len(bank.arenas)
+            at = bases[kind] - (bank.start(kind, first) if in_arena else 0)
+            for piece in chunk.pieces:
+                places[piece.unit, piece.first].append(at + bank.start(kind, piece) if in_arena else at)
+                if not in_arena:
+                    at += self._nbytes(piece, kind)
+        return places
 
     def _nbytes(self, piece: Piece, kind: int) -> int:
         unit = self.units[piece.unit]

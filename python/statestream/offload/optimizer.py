@@ -119,7 +119,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
                 f"{len(oversize)} {units.smallest} need more than step_chunk_bytes={budget} by themselves, the largest "
                 f"{max(oversize)} bytes; each is stepped alone, and that is the bound",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=4,  # past torch.no_grad
             )
         return units
 

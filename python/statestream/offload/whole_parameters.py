@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from statestream.offload.stream import Stage
 from statestream.offload.subset import Subset
 from statestream.offload.units import Units
 from statestream.sharding import around
-from statestream.tensors import is_dense, local_of
+from statestream.tensors import is_dense, is_dtensor, local_of
 
 __all__ = ["WholeParameters"]
 
@@ -38,6 +38,8 @@ class _Member:
     param: Tensor
     name: str
     kinds: dict[str, StateKind]
+    bound: dict[str, Tensor] = field(default_factory=dict)
+    """The state tensors in host memory, once there are any."""
 
     @property
     def state_bytes(self) -> int:
@@ -135,12 +137,29 @@ class WholeParameters(Units):
         host: dict[str, Any] = {}
         for name, value in state.items():
             if name in member.kinds and isinstance(value, Tensor):
-                view = self._host_view(member, name)
-                view.copy_(local_of(value))
-                host[name] = around(view, value)
+                host[name] = self._bound(member, name, value)
+                local_of(host[name]).copy_(local_of(value))
             else:
                 host[name] = value.to("cpu") if isinstance(value, Tensor) else value
         return host
+
+    def _bound(self, member: _Member, name: str, like: Tensor) -> Tensor:
+        """The state's tensor in host memory, distributed as `like` is."""
+        bound = member.bound.get(name)
+        if bound is None or is_dtensor(bound) != is_dtensor(like):
+            bound = member.bound[name] = around(self._host_view(member, name), like)
+        return bound
+
+    def take_back(self, members: Iterable[_Member]) -> None:
+        """Brings tensors that someone put in the state, as trainers do which move all they find to the device, into
+        the state's own memory."""
+        for member in members:
+            state = self.inner.state.get(member.param) or {}
+            if any(isinstance(state.get(n), Tensor) and state[n] is not member.bound.get(n) for n in member.kinds):
+                self.wait()
+                taken = self._to_host(member, self._checked(member))
+                state.clear()
+                state.update(taken)
 
     def _host_view(self, member: _Member, name: str) -> Tensor:
         home = self.store.home(member.param)
@@ -150,9 +169,11 @@ class WholeParameters(Units):
 
     def fill(self, param: Tensor, name: str, local: Tensor) -> Tensor:
         """Writes a saved state into its place; returns the state tensor."""
-        view = self._host_view(self.members[id(param)], name)
-        view.copy_(local)
-        return around(view, param) if view.shape == local_of(param).shape else view
+        member = self.members[id(param)]
+        like = param if member.kinds[name].shape == tuple(local_of(param).shape) else local
+        state = self._bound(member, name, like)
+        local_of(state).copy_(local)
+        return state
 
     def detached(self) -> torch.optim.Optimizer:
         twin = super().detached()
@@ -171,6 +192,7 @@ class WholeParameters(Units):
             self.wait()
             self.reserve(with_grad)
         jobs = {self.store.home(p).unit: self.members[id(p)] for p in with_grad}
+        self.take_back(jobs.values())
         with Subset(self.inner, self.call) as subset:
             if not self.store.layout.plan.ring_bytes:
                 subset.update(with_grad)
@@ -340,7 +362,7 @@ class _Flow:
                 local = local_of(value)
                 if local.data_ptr() != slot.data_ptr() or local.stride() != slot.stride():
                     slot.copy_(local)
-                new[name] = around(self.owner._host_view(member, name), value)
+                new[name] = self.owner._bound(member, name, value)
             else:
                 new[name] = value.to("cpu") if isinstance(value, Tensor) else value
         return new
