@@ -7,7 +7,9 @@ staging.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,30 +26,91 @@ LEAST_STAGING_BYTES = 2 * _BLOCK * _FP32_BYTES
 """Two halves of one block."""
 
 
-class _Staging:
-    """Two halves of at most `nbytes` in all on one device, and on CUDA the stream that copies.
+COMPUTE, COPY = "compute", "copy"
+"""The caller's queue of work, where kernels run, and the one that copies between device and host."""
 
-    For fake tensors, and between tensors in host memory, there is nothing to overlap with, and no stream.
-    """
+
+class _AtOnce:
+    """Queues for fake tensors and for tensors that are all in host memory: there is nothing to overlap with."""
+
+    def run(self, queue: str, work: Callable[[], object]) -> None:
+        work()
+
+    def record(self, queue: str) -> None:
+        return None
+
+    def wait(self, queue: str, event: None) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class _CudaQueues:
+    """The current stream of a device, and one of its own."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.copier = torch.cuda.Stream(device)
+        # Memory that is new to the caller may still be in use by work that was queued before.
+        self.copier.wait_stream(self._stream(COMPUTE))
+
+    def run(self, queue: str, work: Callable[[], object]) -> None:
+        with torch.cuda.stream(self._stream(queue)):
+            work()
+
+    def record(self, queue: str) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(queue))
+        return event
+
+    def wait(self, queue: str, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            self._stream(queue).wait_event(event)
+
+    def finish(self) -> None:
+        self.copier.synchronize()
+        self._stream(COMPUTE).synchronize()
+
+    def _stream(self, queue: str) -> torch.cuda.Stream:
+        return self.copier if queue == COPY else torch.cuda.current_stream(self.device)
+
+
+def _queues_for(buffer: Tensor) -> _AtOnce | _CudaQueues:
+    return _CudaQueues(buffer.device) if buffer.device.type == "cuda" and not is_fake(buffer) else _AtOnce()
+
+
+class _Staging:
+    """Two halves of at most `nbytes` in all on one device, each free again after an event."""
 
     def __init__(self, device: torch.device, nbytes: int):
-        half = nbytes // 2 // _FP32_BYTES // _BLOCK * _BLOCK
-        self.half_elements = half
-        self.buffer = torch.empty(2 * half, dtype=torch.float32, device=device)
-        self.halves = (self.buffer[:half], self.buffer[half:])
-        self.device = device
+        self.half_elements = half = nbytes // 2 // _FP32_BYTES // _BLOCK * _BLOCK
+        buffer = torch.empty(2 * half, dtype=torch.float32, device=device)
+        self.halves = (buffer[:half], buffer[half:])
+        self.free: list[Any] = [None, None]
         self.turn = 0
-        self.copier = None
-        if device.type == "cuda" and not is_fake(self.buffer):
-            self.copier = torch.cuda.Stream(device)
-            self.free = (torch.cuda.Event(), torch.cuda.Event())
-            self.full = torch.cuda.Event()
-            # The buffer's memory may still be in use by work that was queued before.
-            self.copier.wait_stream(torch.cuda.current_stream(device))
+        self.queues = _queues_for(buffer)
 
-    def next_half(self, n: int) -> tuple[int, Tensor]:
-        self.turn ^= 1
-        return self.turn, self.halves[self.turn][:n]
+    def pass_through(
+        self,
+        n: int,
+        fill: tuple[str, Callable[[int, int, Tensor], object]],
+        empty: tuple[str, Callable[[int, int, Tensor], object]],
+    ) -> None:
+        """Fills a half with elements begin..end, then empties it, while the other half is at the other stage.
+
+        Each stage is a queue and what to do there with (begin, end, the part of a half that holds them).
+        """
+        queues = self.queues
+        for begin in range(0, n, self.half_elements):
+            end = min(begin + self.half_elements, n)
+            self.turn ^= 1
+            half = self.halves[self.turn][: end - begin]
+            queues.wait(fill[0], self.free[self.turn])
+            queues.run(fill[0], partial(fill[1], begin, end, half))
+            queues.wait(empty[0], queues.record(fill[0]))
+            queues.run(empty[0], partial(empty[1], begin, end, half))
+            self.free[self.turn] = queues.record(empty[0])
 
 
 class _Transfer:
@@ -73,8 +136,7 @@ class _Transfer:
     def __exit__(self, *_: object) -> None:
         """Waits for the copies and frees the staging memory, after an error too."""
         for staging in self._stagings.values():
-            if staging.copier is not None:
-                staging.copier.synchronize()
+            staging.queues.finish()
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
         self._stagings.clear()
@@ -98,21 +160,13 @@ class Exporter(_Transfer):
             self._through_staging(source, target)
 
     def _through_staging(self, source: Tensor, target: Tensor) -> None:
-        staging = self.staging(source.device)
-        for begin, end in _slices(source.numel(), staging.half_elements):
-            turn, half = staging.next_half(end - begin)
-            if staging.copier is None:
-                kernels.decode(source[begin:end], half)
-                target[begin:end].copy_(half)
-                continue
-            stream = torch.cuda.current_stream(source.device)
-            stream.wait_event(staging.free[turn])
+        def decode(begin: int, end: int, half: Tensor) -> None:
             kernels.decode(source[begin:end], half)
-            staging.full.record(stream)
-            staging.copier.wait_event(staging.full)
-            with torch.cuda.stream(staging.copier):
-                target[begin:end].copy_(half, non_blocking=True)
-            staging.free[turn].record(staging.copier)
+
+        def send(begin: int, end: int, half: Tensor) -> None:
+            target[begin:end].copy_(half, non_blocking=True)
+
+        self.staging(source.device).pass_through(source.numel(), (COMPUTE, decode), (COPY, send))
 
 
 class Loader(_Transfer):
@@ -138,24 +192,19 @@ class Loader(_Transfer):
         """`source` holds the elements of the flat `target` in row-major order of its own shape."""
         if source.dtype is target.dtype:
             # Nothing to convert: no staging, and int16 could not go through FP32.
-            for begin, end in _slices(target.numel(), self.staging_bytes // 2 // target.element_size()):
-                _gather(source, begin, target[begin:end])
+            most = self.staging_bytes // 2 // target.element_size()
+            for begin in range(0, target.numel(), most):
+                _gather(source, begin, target[begin : begin + most])
             return
-        staging = self.staging(target.device)
-        for begin, end in _slices(target.numel(), staging.half_elements):
-            turn, half = staging.next_half(end - begin)
-            if staging.copier is None or source.device == target.device:
-                _gather(source, begin, half)
-                kernels.encode(half, target[begin:end])
-                continue
-            stream = torch.cuda.current_stream(target.device)
-            staging.copier.wait_event(staging.free[turn])
-            with torch.cuda.stream(staging.copier):
-                _gather(source, begin, half)
-            staging.full.record(staging.copier)
-            stream.wait_event(staging.full)
+
+        def fetch(begin: int, end: int, half: Tensor) -> None:
+            _gather(source, begin, half)
+
+        def encode(begin: int, end: int, half: Tensor) -> None:
             kernels.encode(half, target[begin:end])
-            staging.free[turn].record(stream)
+
+        crosses = COMPUTE if source.device == target.device else COPY
+        self.staging(target.device).pass_through(target.numel(), (crosses, fetch), (COMPUTE, encode))
 
 
 def _gather(source: Tensor, begin: int, out: Tensor) -> None:
@@ -196,8 +245,3 @@ def _in_memory_order(values: Tensor, state: Tensor) -> Tensor:
     """A view of `values` whose row-major order is the order of the dense `state`'s elements in memory."""
     order = sorted(range(state.dim()), key=lambda d: (state.stride(d), state.shape[d]), reverse=True)
     return values.permute(order)
-
-
-def _slices(n: int, most: int) -> Iterator[tuple[int, int]]:
-    for begin in range(0, n, most):
-        yield begin, min(begin + most, n)

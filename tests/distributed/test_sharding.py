@@ -139,4 +139,4 @@ def test_a_wrapped_tensor_has_the_mesh_placements_shape_and_stride_of_its_model_
             assert (wrapped.shape, wrapped.stride(), wrapped.dtype) == (like.shape, like.stride(), dtype)
             assert (wrapped.device_mesh, wrapped.placements) == (like.device_mesh, like.placements)
             assert wrapped.to_local().untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-            assert torch.empty_like(wrapped).dtype is dtype  # the DTensor itself believes it
+            assert wrapped._spec.tensor_meta.dtype is dtype  # what operators on it are planned with

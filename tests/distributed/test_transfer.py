@@ -1,0 +1,181 @@
+"""The staged copies of exports and loads: right under every order that the events allow, for values of every form.
+
+The queues of a GPU are simulated: work is held back and done in any order that the queues and the events between them
+permit, each schedule drawn from a seed. Tensors are in host memory; what is under test is the order alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from statestream import transfer
+from statestream.transfer import Exporter, Loader
+
+BYTES = 4096  # two halves of 512 elements
+SIZES = [1, 511, 512, 513, 1024, 5000, 3]
+
+
+class LateQueues:
+    """Two queues whose work is done as late, and in as odd an order, as the events allow."""
+
+    def __init__(self, seed: int, buffer: torch.Tensor, forget: Callable[[str, object], bool] | None = None):
+        self.random = random.Random(seed)
+        self.pending: dict[str, list[tuple[str, object]]] = {transfer.COMPUTE: [], transfer.COPY: []}
+        self.done: set[int] = set()
+        self.events = 0
+        self.forget = forget or (lambda queue, event: False)
+        # The caller's queue may still be at work on memory that is new to it; the copier is made to wait.
+        self.run(transfer.COMPUTE, lambda: buffer.fill_(torch.nan))
+        self.wait(transfer.COPY, self.record(transfer.COMPUTE))
+
+    def run(self, queue, work):
+        self.pending[queue].append(("work", work))
+        while self.random.random() < 0.4 and self._advance():
+            pass
+
+    def record(self, queue):
+        self.events += 1
+        self.pending[queue].append(("event", self.events))
+        return self.events
+
+    def wait(self, queue, event):
+        if event is not None and not self.forget(queue, event):
+            self.pending[queue].append(("wait", event))
+
+    def finish(self):
+        while self._advance():
+            pass
+        assert not any(self.pending.values()), "the queues wait for each other"
+
+    def _advance(self) -> bool:
+        ready = [
+            queue
+            for queue, entries in self.pending.items()
+            if entries and (entries[0][0] != "wait" or entries[0][1] in self.done)
+        ]
+        if not ready:
+            return False
+        kind, what = self.pending[self.random.choice(ready)].pop(0)
+        if kind == "work":
+            what()
+        elif kind == "event":
+            self.done.add(what)
+        return True
+
+
+def late(monkeypatch, seed: int, forget=None) -> None:
+    monkeypatch.setattr(transfer, "_queues_for", lambda buffer: LateQueues(seed, buffer, forget))
+
+
+def states(dtype=torch.bfloat16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
+
+
+def export(sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    hosts = [torch.full((source.numel(),), torch.inf) for source in sources]
+    with Exporter(BYTES) as exporter:
+        for source, host in zip(sources, hosts, strict=True):
+            exporter._through_staging(source, host)
+    return hosts
+
+
+def load(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    targets = [torch.full(value.shape, torch.inf, dtype=torch.bfloat16) for value in values]
+    with Loader(BYTES) as loader:
+        for value, target in zip(values, targets, strict=True):
+            loader._through_staging(value, target)
+    return targets
+
+
+def load_across(monkeypatch, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """As a load from the host to a GPU, whose copies are the other queue's."""
+    through = transfer._Staging.pass_through
+
+    def crossing(self, n, fill, empty):
+        through(self, n, (transfer.COPY, fill[1]), empty)
+
+    monkeypatch.setattr(transfer._Staging, "pass_through", crossing)
+    return load(values)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_an_export_is_right_in_every_order(monkeypatch, seed):
+    late(monkeypatch, seed)
+    for host, source in zip(export(states()), states(), strict=True):
+        assert torch.equal(host, source.float())
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_a_load_is_right_in_every_order(monkeypatch, seed):
+    late(monkeypatch, seed)
+    values = states(torch.float32)
+    for target, value in zip(load_across(monkeypatch, values), values, strict=True):
+        assert torch.equal(target, value.bfloat16())
+
+
+@pytest.mark.parametrize("direction", ["export", "load"])
+@pytest.mark.parametrize("queue", [transfer.COMPUTE, transfer.COPY])
+def test_each_wait_is_needed(monkeypatch, direction, queue):
+    """The control: with one queue's waits forgotten some order gives wrong values."""
+    wrong = 0
+    for seed in range(40):
+        with monkeypatch.context() as patch:
+            late(patch, seed, forget=lambda waiting, event: waiting == queue)
+            if direction == "export":
+                found, expected = export(states()), [source.float() for source in states()]
+            else:
+                values = states(torch.float32)
+                found, expected = load_across(patch, values), [value.bfloat16() for value in values]
+        wrong += not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert wrong > 0
+
+
+@st.composite
+def strided(draw):
+    """A tensor of up to four dimensions, permuted, perhaps stepped through or expanded."""
+    sizes = draw(st.lists(st.integers(1, 7), min_size=0, max_size=4))
+    steps = [draw(st.integers(1, 3)) for _ in sizes]
+    base = torch.arange(float(torch.Size([a * b for a, b in zip(sizes, steps, strict=True)]).numel()))
+    base = base.reshape([a * b for a, b in zip(sizes, steps, strict=True)])
+    view = base[tuple(slice(None, None, step) for step in steps)]
+    view = view.permute(draw(st.permutations(range(len(sizes)))))
+    if view.dim() and draw(st.booleans()):
+        view = view.narrow(0, 0, 1).expand(draw(st.integers(1, 5)), *view.shape[1:])
+    return view
+
+
+@given(strided(), st.data())
+@settings(deadline=None)
+def test_any_run_of_elements_is_gathered_from_any_strides(source, data):
+    begin = data.draw(st.integers(0, source.numel() - 1))
+    end = data.draw(st.integers(begin + 1, source.numel()))
+    out = torch.full((end - begin,), torch.inf)
+    transfer._gather(source, begin, out)
+    assert torch.equal(out, source.reshape(-1)[begin:end])
+
+
+@given(strided(), st.permutations(range(4)), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+@settings(deadline=None)
+def test_a_load_puts_each_element_at_its_index_whatever_the_strides_on_either_side(values, order, dtype):
+    values = values.to(dtype)
+    order = [d for d in order if d < values.dim()]
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    for stored in (torch.float32, torch.bfloat16):
+        state = torch.empty([values.shape[d] for d in order], dtype=stored).permute(inverse)
+        with Loader(transfer.LEAST_STAGING_BYTES) as loader:
+            loader.copy(values, state)
+        assert torch.equal(state, values.float().to(stored))
+
+
+def test_a_load_of_remainders_keeps_all_bits_through_other_strides():
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).reshape(256, 256)
+    state = torch.empty(256, 256, dtype=torch.int16)
+    with Loader(transfer.LEAST_STAGING_BYTES) as loader:
+        loader.copy(bits.t(), state)
+    assert torch.equal(state, bits.t())
