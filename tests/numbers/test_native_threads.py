@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -79,13 +81,13 @@ def test_two_threads_calling_at_once_each_get_their_own_bits(threads):
         assert_same_bits(state, want)
 
 
-def child_steps_right(before: State, want: State) -> bool:
-    """Forks; the child steps on three threads and says whether the bits are right."""
+def true_in_a_child(check: Callable[[], bool]) -> bool:
+    """Forks; whether the child found `check` true, and in half a minute."""
     child = os.fork()
     if child == 0:
         right = False
         try:
-            right = difference(updated(before, ALL_F32, threads=3), want) is None
+            right = check()
         finally:
             os._exit(0 if right else 1)
     deadline = time.monotonic() + 30
@@ -94,33 +96,55 @@ def child_steps_right(before: State, want: State) -> bool:
         if done:
             return status == 0
         time.sleep(0.01)
-    os.kill(child, 9)
+    os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return False
 
 
-# The interpreter warns of any fork of a process with threads; that this one works is the claim.
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def forks(test):
+    """The interpreter warns of any fork of a process with threads; that these work is the claim."""
+    quiet = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+    return quiet(pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")(test))
+
+
+@forks
 def test_a_forked_child_can_step_and_so_can_its_parent_afterwards():
     before = State.of(random_values(3 * CHUNK, seed=2), ALL_F32)
     want = updated(before, ALL_F32, threads=3)
     for _ in range(3):
-        assert child_steps_right(before, want)
+        assert true_in_a_child(lambda: difference(updated(before, ALL_F32, threads=3), want) is None)
         assert_same_bits(updated(before, ALL_F32, threads=3), want)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@forks
 def test_a_child_forked_during_another_threads_call_can_step():
     before = State.of(random_values(3 * CHUNK, seed=3), ALL_F32)
     want = updated(before, ALL_F32)
     caller = on_a_thread(lambda rows: update(rows, ALL_F32, threads=2), long_call(2, seconds=1.0))
     time.sleep(0.1)
     assert caller.is_alive(), "the call ended before the fork"
-    assert child_steps_right(before, want)
+    assert true_in_a_child(lambda: difference(updated(before, ALL_F32, threads=3), want) is None)
     caller.join(timeout=60)
     assert not caller.is_alive()
+
+
+@forks
+def test_threads_born_while_denormals_are_flushed_keep_them(monkeypatch):
+    """A child's threads are its own, and a thread is born with its maker's floating-point environment."""
+    monkeypatch.setenv("STATESTREAM_NUM_THREADS", "3")
+    values = random_values(16 * CHUNK, seed=5)
+    values.grad.mul_(1e-20)
+    values.exp_avg_sq.mul_(1e-35)
+    before = State.of(values, ALL_F32)
+    want = updated(before, ALL_F32)
+
+    def all_bits_right() -> bool:
+        if not torch.set_flush_denormal(True):
+            return True
+        kernels.encode(values.weight, torch.empty_like(values.weight, dtype=torch.bfloat16))
+        return all(difference(updated(before, ALL_F32, threads=3), want) is None for _ in range(5))
+
+    assert true_in_a_child(all_bits_right)
 
 
 COUNT_THREADS = """
