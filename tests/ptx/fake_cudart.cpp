@@ -75,8 +75,9 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, 
   *blocks = blocks_each;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrMultiProcessorCount) return cudaErrorInvalidValue;
+// A launch is cut to the device that runs it: no other may be asked about.
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
+  if (attribute != cudaDevAttrMultiProcessorCount || device != current_device) return cudaErrorInvalidDevice;
   *value = multiprocessors;
   return cudaSuccess;
 }
