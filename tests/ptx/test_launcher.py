@@ -114,6 +114,14 @@ def rows_at(sizes: list[int], steps: np.ndarray | None = None) -> array:
     return rows
 
 
+@pytest.mark.parametrize(("beyond", "chunks"), [(-1, 1), (0, 1), (1, 1), (2, 2)])
+def test_a_head_takes_no_chunk_of_its_own(beyond, chunks):
+    """One element before the pointers are aligned: a chunk and one more are still one block's work."""
+    row = rows_at([chunk_elements() + beyond])
+    row[1:5] = array("q", [address + 12 for address in row[1:5]])
+    assert [one.grid for one in launches_of(row, HOT[0], multiprocessors=1000)] == [chunks]
+
+
 def test_the_chunks_of_a_launch_are_counted_in_31_bits():
     steps, quarter = np.zeros(1, np.float32), 2**29 * chunk_elements()
     assert len(launches_of(rows_at([quarter] * 3, steps), HOT[0])) == 1
