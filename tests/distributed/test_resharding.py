@@ -66,3 +66,10 @@ def test_a_run_resumed_on_four_ranks_has_the_bits_of_the_uninterrupted_one(found
 @every([each for each in CHECKPOINTS if each not in FEW])
 def test_so_has_every_other_way_mode_and_layout(found_for_the_rest, checkpoint, saved_on, loaded_on):
     assert not found_for_the_rest[f"{name_of(*checkpoint)}, saved on {saved_on}, loaded on {loaded_on}"]
+
+
+@pytest.mark.long
+def test_a_checkpoint_written_by_a_process_of_its_own_resumes_on_other_ranks(tmp_path):
+    by_process = [("fsdp", "async process", "bf16 + masters"), ("tp_fsdp", "async process", "bf16 + masters")]
+    problems = run_claims(2, saves(2, by_process), tmp_path) | run_claims(1, loads(2, 1, by_process), tmp_path)
+    assert not any(problems.values()), problems
