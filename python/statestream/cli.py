@@ -47,12 +47,15 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for loss.png and memory.png.")] = Path("demo"),
     moments: Annotated[str, typer.Option(help="How the moments are stored: bf16 or fp32.")] = "bf16",
     seed: Annotated[int, typer.Option(help="Of the initial weights and the batches.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Processes that shard the model by FSDP2: 1, 2, 4 or 8.")] = 1,
     plant: Annotated[Optional[str], typer.Option(hidden=True)] = None,  # noqa: UP045 - typer evaluates it
 ) -> int:
     """Train a small GPT on the source of Python's standard library, save it half way with
     torch.distributed.checkpoint, resume in a fresh optimizer, and compare with a run that never stopped.
 
-    Exit status: 0 the runs are equal bit for bit, 1 they are not, 2 it could not run.
+    With --ranks it is resumed on as many ranks, and also on half as many, where the losses are compared.
+
+    Exit status: 0 the runs are equal bit for bit (on other ranks close), 1 they are not, 2 it could not run.
     """
     # Read when torch is loaded: without it, a core that is busy elsewhere makes a step ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -62,7 +65,9 @@ def demo(
     except ImportError as error:
         raise Refused(str(error)) from error
     try:
-        settings = Settings.checked(steps=steps, device=device, out=out, moments=moments, seed=seed, control=plant)
+        settings = Settings.checked(
+            steps=steps, device=device, out=out, moments=moments, seed=seed, control=plant, ranks=ranks
+        )
     except ValueError as error:
         raise Refused(str(error)) from error
     try:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from statestream.demo import controls
 from statestream.demo.memory import peak_extra_bytes
 from statestream.demo.training import Training
+from statestream.tensors import local_of
 
 __all__ = ["Export", "load", "measured_export", "save"]
 
@@ -33,7 +34,7 @@ class Export:
     """One export of the optimizer's state, in bytes."""
 
     exported: int
-    """What the exported tensors hold, in host memory."""
+    """What the exported tensors hold, in host memory of one rank."""
     peak_extra: int
     """The most that was allocated at once on the model's device during the export."""
     usual_peak_extra: int | None
@@ -56,7 +57,7 @@ def save(training: Training, exported: dict[str, Any], path: Path, control: str 
     """Writes the model and its exported optimizer state to the folder `path`."""
     with _one_process():
         dcp.save({"model": get_model_state_dict(training.model), "optim": exported}, checkpoint_id=path)
-    if control == controls.FLIP_BIT:
+    if control == controls.FLIP_BIT and (training.world is None or training.world.rank == 0):
         controls.flip_saved_bit(path, "optim.state.blocks.0.qkv.weight.exp_avg")
 
 
@@ -79,7 +80,7 @@ def _export(training: Training) -> dict[str, Any]:
 
 
 def _held_bytes(exported: dict[str, Any]) -> int:
-    storages = [value.untyped_storage() for value in exported.values() if isinstance(value, Tensor)]
+    storages = [local_of(value).untyped_storage() for value in exported.values() if isinstance(value, Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

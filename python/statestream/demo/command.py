@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from statestream.demo.figures import draw_loss, draw_memory
+from statestream.demo.ranks import RanksOutcome, run_on_ranks
 from statestream.demo.report import print_report
 from statestream.demo.run import Outcome, run
 from statestream.demo.settings import Settings
@@ -17,7 +18,8 @@ __all__ = ["demo"]
 
 
 def demo(settings: Settings) -> int:
-    """Runs, draws and reports; the exit status: 0 where the resumed run equals the other, 1 where not.
+    """Runs, draws and reports; the exit status: 0 where the resumed run equals the other, 1 where not (on another
+    number of ranks: is close to it).
 
     The report goes to stdout, the progress bar to stderr. Raises OSError where a file cannot be written.
     """
@@ -25,17 +27,17 @@ def demo(settings: Settings) -> int:
     if settings.remark:
         console.print(settings.remark, markup=False)
     began = time.perf_counter()
-    outcome = _run_with_progress(settings)
+    outcome, on_ranks = _run_with_progress(settings)
     loss, memory = settings.out / "loss.png", settings.out / "memory.png"
-    draw_loss(outcome, loss)
+    draw_loss(outcome, loss, on_ranks)
     draw_memory(outcome, memory)
-    print_report(console, outcome)
+    print_report(console, outcome, on_ranks)
     seconds = time.perf_counter() - began
     console.print(f"{loss} and {memory} written; {seconds:.0f} s in all", markup=False, soft_wrap=True)
-    return 0 if outcome.equal else 1
+    return 0 if (outcome.equal if on_ranks is None else on_ranks.right) else 1
 
 
-def _run_with_progress(settings: Settings) -> Outcome:
+def _run_with_progress(settings: Settings) -> tuple[Outcome, RanksOutcome | None]:
     console = Console(stderr=True, highlight=False)
     columns = (
         TextColumn("{task.description:<17}"),
@@ -46,7 +48,8 @@ def _run_with_progress(settings: Settings) -> Outcome:
     )
     shown = ""
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=2 * settings.steps, loss=float("nan"))
+        steps = 2 * settings.steps + (settings.steps - settings.half if settings.ranks > 1 else 0)
+        task = bar.add_task("", total=steps, loss=float("nan"))
 
         def on_step(what: str, loss: float) -> None:
             nonlocal shown
@@ -55,4 +58,7 @@ def _run_with_progress(settings: Settings) -> Outcome:
                 print(f"training: {what}", file=sys.stderr, flush=True)
             shown = what
 
-        return run(settings, on_step)
+        if settings.ranks == 1:
+            return run(settings, on_step), None
+        on_ranks = run_on_ranks(settings, on_step)
+        return on_ranks.same, on_ranks

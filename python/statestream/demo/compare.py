@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from statestream.demo.training import Training
+from statestream.tensors import local_of
 
 __all__ = ["Difference", "Snapshot", "differences"]
 
@@ -31,12 +32,13 @@ class Difference:
 
 
 def snapshot(training: Training) -> Snapshot:
-    """Copies of all that the next step depends on, as it is stored: no export is involved."""
+    """Copies of all that the next step depends on, as it is stored: no export is involved. Of DTensors this rank's
+    part."""
     kept: Snapshot = {"weights": {}}
     for name, param in training.model.named_parameters():
-        kept["weights"][name] = param.detach().to("cpu", copy=True)
+        kept["weights"][name] = local_of(param.detach()).to("cpu", copy=True)
         for kind, value in training.optimizer.state[param].items():
-            kept.setdefault(kind, {})[name] = value.detach().to("cpu", copy=True)
+            kept.setdefault(kind, {})[name] = local_of(value.detach()).to("cpu", copy=True)
     counts = [torch.as_tensor(group["step"], dtype=torch.int64) for group in training.optimizer.param_groups]
     kept["group step"] = {f"group {i}": count for i, count in enumerate(counts)}
     return kept

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from statestream.demo.ranks import RanksOutcome
 from statestream.demo.run import Outcome
 
 __all__ = ["draw_loss", "draw_memory"]
@@ -16,13 +17,17 @@ _STACK = (("weights", "#9aa5b1"), ("gradients", "#cbd2d9"), ("moments", "#2f6fab
 _LABELS = {"masters": "FP32 weights"}
 
 
-def draw_loss(outcome: Outcome, path: Path) -> None:
-    """Both runs' losses over the steps, and where the one was exported and resumed."""
+def draw_loss(outcome: Outcome, path: Path, on_ranks: RanksOutcome | None = None) -> None:
+    """Both runs' losses over the steps, and where the one was exported and resumed; and the losses of the run that was
+    resumed on another number of ranks."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     steps = range(1, len(outcome.uninterrupted) + 1)
     axes.plot(steps, outcome.uninterrupted, color="#2f6fab", linewidth=4, alpha=0.4, label="never interrupted")
     axes.plot(steps, outcome.interrupted, color="#c2410c", linewidth=1, label="saved, loaded, resumed")
+    if on_ranks is not None:
+        label = f"resumed on {on_ranks.others} of {outcome.settings.ranks} ranks"
+        axes.plot(steps[outcome.settings.half :], on_ranks.elsewhere, color="#15803d", linestyle="--", label=label)
     axes.axvline(outcome.settings.half + 0.5, color="#616e7c", linestyle=":", label="export and load")
     axes.set(xlabel="step", ylabel="loss, nats a byte", title=f"Resumed run: {_verdict(outcome)}")
     axes.legend()

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from statestream.demo.footprint import Footprint
+from statestream.demo.ranks import CLOSE, RanksOutcome
 from statestream.demo.run import Outcome
 
 __all__ = ["print_report"]
@@ -13,11 +14,12 @@ __all__ = ["print_report"]
 _SHOWN_DIFFERENCES = 6
 
 
-def print_report(console: Console, outcome: Outcome) -> None:
-    """Prints the table, and after it whether the two runs are equal."""
+def print_report(console: Console, outcome: Outcome, on_ranks: RanksOutcome | None = None) -> None:
+    """Prints the table, and after it whether the two runs are equal, and the one on other ranks close."""
     settings = outcome.settings
+    together = f", {settings.ranks} ranks" if settings.ranks > 1 else ""
     table = Table(
-        title=f"{outcome.parameters:,} parameters, {settings.steps} steps, on {settings.device.type}",
+        title=f"{outcome.parameters:,} parameters, {settings.steps} steps, on {settings.device.type}{together}",
         title_justify="left",
         show_header=False,
     )
@@ -27,16 +29,19 @@ def print_report(console: Console, outcome: Outcome) -> None:
         table.add_row(name, value)
     console.print(table)
     _print_verdict(console, outcome)
+    if on_ranks is not None:
+        _print_elsewhere(console, on_ranks)
 
 
 def _rows(outcome: Outcome) -> list[tuple[str, str]]:
     export = outcome.export
+    each = ", by rank 0" if outcome.settings.ranks > 1 else ""
     rows = [
         ("loss, first step", f"{outcome.uninterrupted[0]:.4f} nats a byte"),
         ("loss, last step", f"{outcome.uninterrupted[-1]:.4f}"),
         ("bytes of state a parameter", _state(outcome.ours, outcome.parameters)),
         ("the same, torch.optim.AdamW", _state(outcome.adamw, outcome.parameters)),
-        ("exported to the host", f"{_megabytes(export.exported)}, all FP32"),
+        (f"exported to the host{each}", f"{_megabytes(export.exported)}, all FP32"),
     ]
     if export.usual_peak_extra is None:
         beyond = export.peak_extra - export.exported
@@ -69,6 +74,15 @@ def _print_verdict(console: Console, outcome: Outcome) -> None:
             console.print(f"  {when}: and {len(found) - _SHOWN_DIFFERENCES} more tensors")
     if outcome.compared == 0:
         console.print("  nothing was compared")
+
+
+def _print_elsewhere(console: Console, on_ranks: RanksOutcome) -> None:
+    ranks = f"{on_ranks.others} rank{'s' if on_ranks.others > 1 else ''}"
+    said = "[green]close[/green]" if on_ranks.furthest <= CLOSE else "[red]TOO FAR[/red]"
+    console.print(
+        f"{said}: resumed on {ranks}, the losses are within {on_ranks.furthest:.4f} nats a byte of that run's "
+        f"(at most {CLOSE})"
+    )
 
 
 def _megabytes(n: int) -> str:

@@ -12,7 +12,10 @@ from statestream import kernels
 from statestream.arguments import MOMENT_DTYPES, as_dtype
 from statestream.demo.controls import CONTROLS
 
-__all__ = ["Settings"]
+__all__ = ["RANKS", "Settings"]
+
+RANKS = (1, 2, 4, 8)
+"""Numbers of ranks that take equal parts of a batch."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,8 @@ class Settings:
     moments: torch.dtype
     seed: int
     control: str | None = None
+    ranks: int = 1
+    """Processes that train one model together."""
     remark: str | None = None
     """Why the device is another than one might expect."""
 
@@ -35,7 +40,15 @@ class Settings:
 
     @classmethod
     def checked(
-        cls, *, steps: int, device: str, out: Path, moments: str, seed: int, control: str | None = None
+        cls,
+        *,
+        steps: int,
+        device: str,
+        out: Path,
+        moments: str,
+        seed: int,
+        control: str | None = None,
+        ranks: int = 1,
     ) -> Settings:
         """Raises ValueError, of one line that begins with the option, for what cannot be done."""
         if steps < 2:
@@ -44,38 +57,42 @@ class Settings:
             raise ValueError(f"--seed: {seed} is out of range; use 0 to {2**32 - 1}")
         if control is not None and control not in CONTROLS:
             raise ValueError(f"--plant: {control!r} is unknown; use {', '.join(CONTROLS)}")
+        if ranks not in RANKS:
+            raise ValueError(f"--ranks: {ranks} does not divide a batch; use {', '.join(map(str, RANKS))}")
         dtype = as_dtype("--moments", moments, MOMENT_DTYPES)
-        where, remark = _device(device)
+        where, remark = _device(device, ranks)
         _prepare(out)
-        return cls(steps, where, out, dtype, seed, control, remark)
+        return cls(steps, where, out, dtype, seed, control, ranks, remark)
 
 
-def _device(name: str) -> tuple[torch.device, str | None]:
+def _device(name: str, ranks: int) -> tuple[torch.device, str | None]:
     if name == "cpu":
         return torch.device("cpu"), None
     if name == "auto":
-        problem = _cuda_problem(torch.device("cuda"))
+        problem = _cuda_problem(torch.device("cuda"), ranks)
         if problem is None:
             return torch.device("cuda"), None
         return torch.device("cpu"), f"on the CPU, as {problem}" if torch.cuda.is_available() else None
     kind, colon, index = name.partition(":")
     if kind != "cuda" or (colon and not index.isascii()) or (colon and not index.isdigit()):
         raise ValueError(f"--device: {name!r} is not one of auto, cpu, cuda and cuda:N")
-    problem = _cuda_problem(torch.device("cuda", int(index)) if index else torch.device("cuda"))
+    if index and ranks > 1:
+        raise ValueError(f"--device: {name} is one device, and each of {ranks} ranks takes one; use cuda or cpu")
+    problem = _cuda_problem(torch.device("cuda", int(index)) if index else torch.device("cuda"), ranks)
     if problem is not None:
         raise ValueError(f"--device: {name} cannot be used: {problem}")
     return torch.device(name), None
 
 
-def _cuda_problem(device: torch.device) -> str | None:
+def _cuda_problem(device: torch.device, ranks: int) -> str | None:
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    if (device.index or 0) >= torch.cuda.device_count():
+    if max(device.index or 0, ranks - 1) >= torch.cuda.device_count():
         return f"torch finds {torch.cuda.device_count()} CUDA device(s)"
     bf16, fp32 = kernels.BFLOAT16, kernels.FLOAT32
     try:
         found = kernels.has_adam(device, kernels.Formats(bf16, bf16, bf16, bf16, fp32))
-    except RuntimeError as error:
+    except (ImportError, RuntimeError) as error:  # built without CUDA, or not for this GPU
         return str(error)
     return None if found else "this build of statestream has no CUDA kernels"
 
