@@ -4,7 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from statestream import kernels
 from statestream.cli import main
+from statestream.demo.settings import Settings
 
 REFUSED = [
     (["--steps", "abc"], "--steps"),
@@ -85,3 +88,31 @@ def test_faults_of_our_own_are_not_hidden(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "save", fail)
     with pytest.raises(ValueError, match="a fault"):
         main(["demo", "--steps", "2", "--device", "cpu", "--out", str(tmp_path)])
+
+
+NO_KERNELS = [ImportError("built for the CPU alone"), RuntimeError("statestream cannot run on cuda: too old")]
+
+
+@pytest.fixture(params=NO_KERNELS, ids=["CPU build", "old GPU"])
+def gpu_without_kernels(request, monkeypatch):
+    """A machine whose GPU torch sees, and statestream cannot use."""
+
+    def refuse(_device, _formats):
+        raise request.param
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(kernels, "has_adam", refuse)
+    return str(request.param)
+
+
+def test_gpu_without_kernels_is_refused_where_asked_for_by_name(command, tmp_path, gpu_without_kernels):
+    ran = command("demo", "--device", "cuda", "--out", tmp_path / "out")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err == f"statestream: --device: cuda cannot be used: {gpu_without_kernels}\n"
+
+
+def test_gpu_without_kernels_leaves_the_cpu_and_says_why(tmp_path, gpu_without_kernels):
+    settings = Settings.checked(steps=2, device="auto", out=tmp_path, moments="bf16", seed=0)
+    assert settings.device == torch.device("cpu")
+    assert settings.remark == f"on the CPU, as {gpu_without_kernels}"
