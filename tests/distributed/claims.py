@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from statestream import FusedAdam
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -275,6 +277,67 @@ def a_flat_set_into_a_fresh_optimizer_with_live_gradients_drops_nothing(folder: 
     check_against_uninterrupted(model, fresh, MODE, 3)
 
 
+# ---- checkpoints of other optimizers, and what the documentation says ----
+
+
+def a_checkpoint_of_torchs_adamw_goes_on_here(mode: str, folder: Path) -> None:
+    model, optimizer = start("fsdp", mode)
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for step in range(3):
+        feed(model, step)
+        theirs.step()
+    where = folder / f"adamw-{mode}".replace(" ", "_")
+    dcp.save({"optim": get_optimizer_state_dict(model, theirs, options=FLAT)}, checkpoint_id=where)
+    state = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    for key in [key for key in state if key.endswith(".master_param")]:
+        del state[key]
+    dcp.load({"optim": state}, checkpoint_id=where, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_optimizer_state_dict(model, optimizer, state, options=FLAT)
+    for name, param in model.named_parameters():
+        ours, expected = optimizer.state[param], theirs.state[param]
+        assert ours["step"].item() == 3, name
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(ours[key].to_local(), expected[key].to_local().to(ours[key].dtype)), (name, key)
+        if "master_param" in ours:
+            assert torch.equal(ours["master_param"].to_local(), param.detach().to_local().float()), name
+    assert all(group["lr"] == 1e-2 and group["weight_decay"] == 0.01 for group in optimizer.param_groups)
+
+
+def a_checkpoint_without_counts_of_parameters_is_read_from_the_groups(folder: Path) -> None:
+    """As Transformer Engine's optimizer writes them."""
+    model, optimizer = start("fsdp", MODE)
+    train(model, optimizer, 0, 3)
+    state = _without_counts(get_optimizer_state_dict(model, optimizer, options=FLAT))
+    dcp.save({"optim": state}, checkpoint_id=folder / "te")
+    fresh = optimizer_of(model, MODE)
+    state = _without_counts(get_optimizer_state_dict(model, fresh, options=FLAT))
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"optim": state}, checkpoint_id=folder / "te", planner=planner)
+    set_optimizer_state_dict(model, fresh, state, options=FLAT)
+    check_against_uninterrupted(model, fresh, MODE, 3)
+
+
+def _without_counts(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if not (key.startswith("state.") and key.endswith(".step"))}
+
+
+def the_code_of_the_documentation_runs(folder: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 7
+    before = os.getcwd()
+    where = folder / "documentation"
+    where.mkdir(exist_ok=True)
+    os.chdir(where)
+    try:
+        names: dict[str, Any] = {}
+        for block in blocks:
+            exec(compile(block, str(page), "exec"), names)
+    finally:
+        os.chdir(before)
+    assert (where / "full.pt").exists()
+
+
 # ---- tied weights, and a run that computes its gradients ----
 
 
@@ -360,6 +423,9 @@ CLAIMS: dict[str, Claim] = dict(
         *(_named(a_full_state_dict_in_memory_loads_without_communication, layout) for layout in LAYOUTS),
         _named(a_get_of_a_fresh_optimizer_is_complete_and_changes_nothing),
         _named(a_flat_set_into_a_fresh_optimizer_with_live_gradients_drops_nothing),
+        *(_named(a_checkpoint_of_torchs_adamw_goes_on_here, mode) for mode in (MODE, "fp32")),
+        _named(a_checkpoint_without_counts_of_parameters_is_read_from_the_groups),
+        _named(the_code_of_the_documentation_runs),
         _named(a_trained_model_with_tied_weights_resumes_with_equal_losses),
     ]
 )
