@@ -64,7 +64,8 @@ def build(root: Path = ROOT) -> Built:
     with ThreadPoolExecutor(2) as pool:
         folders = list(pool.map(lambda job: _made(root, [*job[0], str(job[1])], _inputs(job[1])), jobs))
     objects = [str(folder / "it.o") for folder in folders]
-    link = [nvcc, "-shared", "--cudart", "none", *objects]
+    # Symbolic: torch's own runtime, loaded before it and for all to see, must not answer in the fake one's place.
+    link = [nvcc, "-shared", "--cudart", "none", "-Xlinker=-Bsymbolic", *objects]
     module = _made(root, link, []) / "it.o"
     # How nvcc names them depends on the number of architectures.
     texts = [path for folder in folders for path in sorted(folder.glob("*.ptx"))]

@@ -56,6 +56,7 @@ def find(tool: str) -> str | None:
 def kernels() -> list[Kernel]:
     """Every kernel of csrc/cuda for every architecture, compiled with the flags of the wheel."""
     sources = [ROOT / "csrc" / "cuda" / name for name in ("adam.cu", "convert.cu")]
+    _wheel_flags()  # once, here: Python 3.11's parser fails now and then in two threads at a time
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(lambda job: kernels_of(*job), [(s, arch) for s in sources for arch in ARCHS])
         return [kernel for some in found for kernel in some]
@@ -110,6 +111,7 @@ def _compiled(source: Path, arch: int) -> tuple[str, str]:
     return (kept / "report").read_text(), (kept / "sass").read_text()
 
 
+@cache
 def _wheel_flags() -> list[str]:
     """NVCC_EXACT of setup.py: the code of other flags would say nothing of what is shipped."""
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
