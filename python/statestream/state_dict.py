@@ -179,7 +179,7 @@ def _checked_group(saved: dict[str, Any], group: dict[str, Any], number: int) ->
             f"{FORMAT_VERSION}; update statestream"
         )
     if loaded.get(STEP) is not None:
-        _count(loaded[STEP], f"step of group {number}")
+        _count(loaded[STEP], f"step of group {number}", group.get(STEP))
     else:
         loaded.pop(STEP, None)
     check_group_options({**group, **loaded}, where=f" of group {number} in the state dict")
@@ -218,11 +218,9 @@ def _checked_state(state: Any, group_step: Any, param: Tensor, label: str, form:
             raise ValueError(f"{name} of {label} is missing from the state dict")
         values[name] = _checked_value(present[name], name, dtypes[name], param, label)
     step = present.get(STEP, group_step)
-    if isinstance(step, Tensor) and is_fake(step) and is_fake(local_of(param)):
-        step = 0.0  # there is nothing to read, and nothing to count
     if step is None:
         raise ValueError(f"step of {label} is missing from the state dict, and its group has none")
-    return ParamLoad(param, values, _count(step, f"step of {label}"))
+    return ParamLoad(param, values, _count(step, f"step of {label}", local_of(param)))
 
 
 def _checked_value(value: Any, name: str, dtype: torch.dtype, param: Tensor, label: str) -> Tensor:
@@ -245,8 +243,11 @@ def _checked_value(value: Any, name: str, dtype: torch.dtype, param: Tensor, lab
     return local_share(value, param, name, label)
 
 
-def _count(value: Any, what: str) -> float:
-    """A step count out of any of the forms it is saved in: int, float, tensor of one element."""
+def _count(value: Any, what: str, live: Any = None) -> float:
+    """A step count out of any of the forms it is saved in: int, float, tensor of one element. Where neither it nor the
+    `live` tensor that it is for has data, there is nothing to read, and it is 0."""
+    if isinstance(value, Tensor) and isinstance(live, Tensor) and is_fake(local_of(value)) and is_fake(live):
+        return 0.0
     try:
         if isinstance(value, Tensor):
             number = float(local_of(value).item()) if value.numel() == 1 else math.nan
