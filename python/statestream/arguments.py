@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.tensors import is_fake
+
 __all__ = ["as_bytes", "as_dtype", "as_number", "check_group_options", "check_param"]
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16)
@@ -58,17 +60,14 @@ def check_group_options(group: dict[str, Any], where: str = "") -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         refuse("lr", lr, "a number or a tensor of one element")
-    readable = not (isinstance(lr, Tensor) and lr.device.type != "cpu")  # reading it would synchronise
-    if readable and not _finite_from_zero(lr):
-        refuse("lr", lr, "finite and at least 0")
     betas = group["betas"]
     if not isinstance(betas, Sequence) or isinstance(betas, str) or len(betas) != 2:
         refuse("betas", betas, "a pair of numbers")
     for beta in betas:
         if not _is_number(beta) or not 0.0 <= as_number(beta) < 1.0:
             refuse("betas", betas, "two numbers from 0 up to, not including, 1")
-    for name in ("eps", "weight_decay", "step"):
-        if not _finite_from_zero(group[name]):
+    for name in ("lr", "eps", "weight_decay", "step"):
+        if not _is_left_unread(group[name]) and not _finite_from_zero(group[name]):
             refuse(name, group[name], "finite and at least 0")
     if group.get("amsgrad"):
         raise RuntimeError(
@@ -92,6 +91,11 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, (int, float)) or hasattr(value, "__float__")
+
+
+def _is_left_unread(value: Any) -> bool:
+    """Whether reading a number would make the host wait for a device, or there is nothing to read."""
+    return isinstance(value, Tensor) and (value.device.type != "cpu" or is_fake(value))
 
 
 def _finite_from_zero(value: Any) -> bool:
