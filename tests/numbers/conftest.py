@@ -1,3 +1,5 @@
+"""This folder is no package: with an __init__.py it would be found in place of Python's own `numbers`."""
+
 import pytest
 import torch
 from kernel_runner import FORMS, use_form

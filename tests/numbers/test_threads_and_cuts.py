@@ -110,10 +110,3 @@ def test_only_empty_tensors_or_no_rows_are_a_step_of_nothing(threads):
     nothing = torch.empty(0)
     kernels.encode(nothing, nothing.to(torch.bfloat16))
     kernels.decode(nothing.to(torch.bfloat16), nothing)
-
-
-def test_the_same_call_again_gives_the_same_bits():
-    before = State.of(random_values(3 * CHUNK, seed=6), ALL_F32, step=2)
-    first = updated(before, ALL_F32, threads=7)
-    for _ in range(5):
-        assert_same_bits(updated(before, ALL_F32, threads=7), first)
