@@ -69,7 +69,8 @@ def _plant(edits: Collection, paths: frozenset[str] = frozenset()) -> Verdict:
 
 
 def _report(name: str, verdict: Verdict) -> Verdict:
-    print(f"| {name} | {verdict.by or verdict.outcome} | {verdict.seconds:.0f} s |", flush=True)
+    cells = [name, verdict.by or verdict.outcome, f"{verdict.seconds:.0f} s"]
+    print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |", flush=True)
     return verdict
 
 

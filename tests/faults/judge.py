@@ -52,7 +52,7 @@ NUMBERS = Judge(
 EMULATION = Judge(
     ("tests/emulation/test_emulation.py",), (_PYTHON, "-c", "from tests.emulation.emulator import build; build()")
 )
-JUDGES = (PTX, NUMBERS, EMULATION)
+JUDGES = (NUMBERS, PTX, EMULATION)
 """In the order in which they are asked, the quick first."""
 
 DEVICE_HEADERS = {"csrc/cuda/adam_kernel.cuh", "csrc/cuda/vectors.cuh"}

@@ -110,7 +110,8 @@ PLANTED = [
     _fault("scalars overrun", (LAUNCHER, "steps_.size() == kMaxScalars", "steps_.size() > kMaxScalars")),
     _fault("rows of one launch repeated in the next", (LAUNCHER, "parameters_->rows = parameters_->chunks = 0;", "")),
     _fault(
-        "search that stops a row early", (KERNEL, "high = middle - 1;", "high = middle - 1; if (high < low) ++low;")
+        "search that stops a row early",
+        (KERNEL, "a.row[middle].first_chunk <= chunk", "a.row[middle].first_chunk < chunk"),
     ),
     _fault(
         "every chunk by every block", (KERNEL, "chunk = blockIdx.x; chunk < a.chunks;", "chunk = 0; chunk < a.chunks;")

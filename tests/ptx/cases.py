@@ -126,7 +126,8 @@ def tensors(
     scale = 10.0 ** rng.uniform(-4, 0, (5, n))
     values = (rng.standard_normal((5, n)) * scale).astype(np.float32)
     values[3] **= 2
-    values[3][rng.random(n) < 0.1] = 0  # rows that were never touched
+    values[3][rng.random(n) < 0.2] = 0
+    values[1:3, rng.random(n) < 0.2] *= np.float32(0)  # with the line above, rows that were never touched
     values = values.view(np.uint32)
     at = rng.random((5, n)) < specials
     values[at] = rng.choice(np.array(_SPECIALS, np.uint32), at.sum())
