@@ -12,8 +12,8 @@ void advance_steps(const TensorRow *rows, int64_t n) {
   for (int64_t i = 0; i < n; ++i) *(float *)rows[i].step += 1.0f;
 }
 
-void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, int64_t n,
-          const AdamOptions &options, double grad_scale, int threads) {
+void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
+          double grad_scale, int threads) {
   // The scalars too: a denormal eps would be flushed, and lr / bc1 rounded as the caller rounds.
   const DefaultFloatingPoint environment;
   const AdamRange range = form.adam(formats);

@@ -52,8 +52,9 @@ struct RemainderWeight {
 };
 
 STATESTREAM_INLINE AdamScalars<Vector> splat_scalars(const AdamScalars<float> &s) {
-  return {splat(s.grad_factor),      splat(s.weight_decay), splat(s.decay),        splat(s.one_minus_beta1),
-          splat(s.one_minus_beta2), splat(s.step_size),    splat(s.inv_sqrt_bc2), splat(s.eps), s.l2};
+  return {
+      splat(s.grad_factor),  splat(s.weight_decay), splat(s.decay), splat(s.pull1), splat(s.pull2), splat(s.step_size),
+      splat(s.inv_sqrt_bc2), splat(s.eps),          s.l2,           s.short1,       s.short2};
 }
 
 template <class Weight, class Grad, class Moment1, class Moment2>
@@ -138,8 +139,7 @@ statestream::AdamRange choose_grad(const TableFormats &f) {
 }
 
 statestream::AdamRange choose_adam(const TableFormats &f) {
-  if (f.param == statestream::kFloat32 && f.master == statestream::kNone)
-    return choose_grad<PlainWeight<Float32>>(f);
+  if (f.param == statestream::kFloat32 && f.master == statestream::kNone) return choose_grad<PlainWeight<Float32>>(f);
   if (f.param != statestream::kBFloat16) return nullptr;
   switch (f.master) {
     case statestream::kNone: return choose_grad<PlainWeight<BFloat16>>(f);

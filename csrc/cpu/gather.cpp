@@ -86,7 +86,8 @@ class Gatherer {
     if (numel_of(p) == 1 && (is_negated(param) || is_negated(grad))) return false;
     if (!read_state(state, exp_avg_, p, f.exp_avg, &m) || !read_state(state, exp_avg_sq_, p, f.exp_avg_sq, &v))
       return false;
-    if (f.master == kNone ? PyDict_Contains(state, master_.ptr()) != 0 : !read_state(state, master_, p, f.master, &master))
+    if (f.master == kNone ? PyDict_Contains(state, master_.ptr()) != 0
+                          : !read_state(state, master_, p, f.master, &master))
       return false;
     if (!read(PyDict_GetItem(state, step_.ptr()), &step) || format_of(step) != kFloat32 || numel_of(step) != 1 ||
         !step_place_is_right(step, p))

@@ -65,8 +65,7 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("use_form", use_form, py::arg("name"));
 
   m.def(
-      "has_adam",
-      [](const py::tuple &formats) { return current_form.load()->adam(formats_from(formats)) != nullptr; },
+      "has_adam", [](const py::tuple &formats) { return current_form.load()->adam(formats_from(formats)) != nullptr; },
       py::arg("formats"));
 
   m.def(
@@ -85,8 +84,8 @@ PYBIND11_MODULE(_cpu, m) {
         adam(form, table.formats, table.rows, table.n, options, grad_scale, threads);
       },
       py::arg("rows"), py::arg("formats"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-      py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("bias_correction"),
-      py::arg("maximize"), py::arg("grad_scale"), py::arg("advance"), py::arg("threads"),
+      py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("bias_correction"), py::arg("maximize"),
+      py::arg("grad_scale"), py::arg("advance"), py::arg("threads"),
       "One update of every row; advance: add one to each row's step counter first.");
 
   m.def(

@@ -64,8 +64,12 @@ int16_t head_of(const TensorRow &r, const TableFormats &f) {
 // Rows on their way into one launch.
 class Batch {
  public:
-  Batch(const TableFormats &formats, uint64_t found_inf, const Place &place)
-      : formats_(formats), place_(place), kernel_(choose_adam(formats)), parameters_(new AdamParameters) {
+  Batch(const TableFormats &formats, const AdamOptions &options, uint64_t found_inf, const Place &place)
+      : formats_(formats),
+        options_(options),
+        place_(place),
+        kernel_(choose_adam(formats)),
+        parameters_(new AdamParameters) {
     if (!kernel_) throw std::invalid_argument("no CUDA kernel for these formats");
     blocks_ = resident_blocks(kernel_, kThreads);
     parameters_->found_inf = (const float *)found_inf;
@@ -73,12 +77,12 @@ class Batch {
   }
 
   // With scalars formed on the host, which rows of equal step counts share.
-  void add(const TensorRow &row, float step, const AdamOptions &options, double grad_scale) {
+  void add(const TensorRow &row, float step, double grad_scale) {
     if (full(row)) flush();
     auto known = std::find(steps_.begin(), steps_.end(), step);
     if (known == steps_.end()) {
       if (steps_.size() == kMaxScalars) flush();
-      parameters_->scalars[steps_.size()] = adam_scalars(options, step, grad_scale);
+      parameters_->scalars[steps_.size()] = adam_scalars(options_, step, grad_scale);
       steps_.push_back(step);
       known = steps_.end() - 1;
     }
@@ -109,12 +113,14 @@ class Batch {
   }
 
   void push(const TensorRow &row, int64_t scalars) {
-    const int16_t head = head_of(row, formats_);
+    // The wide path is compiled for long memories (adam_update<true>).
+    const bool wide = options_.beta1 >= 0.5 && options_.beta2 >= 0.5;
+    const int16_t head = wide ? head_of(row, formats_) : (int16_t)kUnalignable;
     const int64_t chunks = chunks_in(row, head);
     if (chunks > INT32_MAX) throw std::invalid_argument("a tensor has more elements than any memory holds");
-    parameters_->row[parameters_->rows++] = {row.param,  row.grad,  row.exp_avg,         row.exp_avg_sq,
-                                             row.master, row.numel, parameters_->chunks, head,
-                                             (uint16_t)scalars};
+    parameters_->row[parameters_->rows++] = {row.param,           row.grad,   row.exp_avg,
+                                             row.exp_avg_sq,      row.master, row.numel,
+                                             parameters_->chunks, head,       (uint16_t)scalars};
     parameters_->chunks += (int32_t)chunks;
   }
 
@@ -125,6 +131,7 @@ class Batch {
   }
 
   const TableFormats formats_;
+  const AdamOptions options_;
   const Place place_;
   AdamKernel *const kernel_;
   int64_t blocks_;
@@ -145,21 +152,21 @@ cudaError_t image_error() {
 
 bool has_adam(const TableFormats &formats) { return choose_adam(formats) != nullptr; }
 
-void adam(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
-          double grad_scale, bool advance, const Place &place) {
+void adam(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options, double grad_scale,
+          bool advance, const Place &place) {
   const OnDevice on_device(place.device);
-  Batch batch(formats, 0, place);
+  Batch batch(formats, options, 0, place);
   if (advance)
     for (int64_t i = 0; i < n; ++i) *(float *)rows[i].step += 1.0f;
   for (int64_t i = 0; i < n; ++i)
-    if (rows[i].numel) batch.add(rows[i], *(const float *)rows[i].step, options, grad_scale);
+    if (rows[i].numel) batch.add(rows[i], *(const float *)rows[i].step, grad_scale);
   batch.flush();
 }
 
 void adam_capturable(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
                      double grad_scale, bool advance, const DeviceScalars &device, const Place &place) {
   const OnDevice on_device(place.device);
-  Batch batch(formats, device.found_inf, place);
+  Batch batch(formats, options, device.found_inf, place);
   auto *scalars = (AdamScalars<float> *)device.scratch;
 
   std::unique_ptr<StepParameters> a(new StepParameters);

@@ -16,18 +16,18 @@ struct Place {
 
 // A capturable call's settings, at addresses on the device; 0 where there is none.
 struct DeviceScalars {
-  uint64_t lr;         // float32, takes the place of the option
+  uint64_t lr;          // float32, takes the place of the option
   uint64_t grad_scale;  // float32, multiplies the call's grad_scale
-  uint64_t found_inf;  // float32: nothing at all is changed where it is not zero
-  uint64_t scratch;    // kScratchBytes a row, 4-byte aligned, used until the call's work is done
+  uint64_t found_inf;   // float32: nothing at all is changed where it is not zero
+  uint64_t scratch;     // kScratchBytes a row, 4-byte aligned, used until the call's work is done
 };
 constexpr int64_t kScratchBytes = sizeof(AdamScalars<float>);
 
 bool has_adam(const TableFormats &formats);
 
 // Updates every row. Step counters are float32 in host memory; `advance` adds one to each first.
-void adam(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
-          double grad_scale, bool advance, const Place &place);
+void adam(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options, double grad_scale,
+          bool advance, const Place &place);
 
 // The same with step counters on the device: no value is read by the host, so that a CUDA graph can
 // hold the call. Rows that share a counter cannot advance it.

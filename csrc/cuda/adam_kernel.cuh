@@ -23,7 +23,7 @@ struct AdamRow {
   uint64_t param, grad, exp_avg, exp_avg_sq, master;  // bytes 0, 8, 16, 24, 32
   int64_t numel;                                      // byte 40
   int32_t first_chunk;                                // byte 48: chunks of the rows before it in this launch
-  int16_t head;                                       // byte 52: kUnalignable where there is no such element
+  int16_t head;                                       // byte 52: kUnalignable: everything one by one
   uint16_t scalars;                                   // byte 54: index of its scalars
 };
 static_assert(sizeof(AdamRow) == 56, "documented layout");
@@ -87,7 +87,7 @@ struct AdamTensor {
         exp_avg_sq((typename Moment2::Type *)row.exp_avg_sq),
         master((typename Weight::Master *)row.master) {}
 
-  // Elements [i, i + kVector), every pointer at i on 16 bytes.
+  // Elements [i, i + kVector), every pointer at i on 16 bytes; neither beta below 0.5.
   STATESTREAM_DEVICE void update(int64_t i, const AdamScalars<float> &s) const {
     float p[kVector], g[kVector], m[kVector], v[kVector];
     Grad::load(grad + i, g);
@@ -95,7 +95,7 @@ struct AdamTensor {
     Moment2::load(exp_avg_sq + i, v);
     Weight::load(param, master, i, p);
 #pragma unroll
-    for (int k = 0; k < kVector; ++k) adam_update(p[k], g[k], m[k], v[k], s);
+    for (int k = 0; k < kVector; ++k) adam_update<true>(p[k], g[k], m[k], v[k], s);
     const bool nan = any_nan(p);  // one in m or v has reached p
     Weight::store(param, master, i, p, nan);
     Moment1::store(exp_avg + i, m, nan);

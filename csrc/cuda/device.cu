@@ -30,12 +30,12 @@ std::string reason(cudaError_t error, int device) {
       (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
       (void)cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
       return "its compute capability is " + std::to_string(major) + "." + std::to_string(minor) + ", " +
-             (major < 8 ? std::string("and statestream needs 8.0 or later")
-                        : "and statestream was built for " STATESTREAM_CUDA_ARCHS
-                          ": build it with STATESTREAM_CUDA_ARCHS=" + std::to_string(major) + std::to_string(minor)) +
+             (major < 8
+                  ? std::string("and statestream needs 8.0 or later")
+                  : "and statestream was built for " STATESTREAM_CUDA_ARCHS ": build it with STATESTREAM_CUDA_ARCHS=" +
+                        std::to_string(major) + std::to_string(minor)) +
              " [" + cudaGetErrorName(error) + "]";
-    default:
-      return in_words(error);
+    default: return in_words(error);
   }
 }
 

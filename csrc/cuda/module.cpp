@@ -30,8 +30,7 @@ PYBIND11_MODULE(_cuda, m) {
 
   m.def("why_not", why_not, py::arg("device"), "Why the kernels cannot run on a device; empty where they can.");
 
-  m.def(
-      "has_adam", [](const py::tuple &formats) { return has_adam(formats_from(formats)); }, py::arg("formats"));
+  m.def("has_adam", [](const py::tuple &formats) { return has_adam(formats_from(formats)); }, py::arg("formats"));
 
   m.def(
       "adam",
@@ -58,10 +57,10 @@ PYBIND11_MODULE(_cuda, m) {
           adam(table.formats, table.rows, table.n, options, grad_scale, advance, place);
       },
       py::arg("rows"), py::arg("formats"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-      py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("bias_correction"),
-      py::arg("maximize"), py::arg("grad_scale"), py::arg("advance"), py::arg("device"), py::arg("stream"),
-      py::arg("capturable") = false, py::arg("lr_address") = 0, py::arg("grad_scale_address") = 0,
-      py::arg("found_inf_address") = 0, py::arg("scratch_address") = 0,
+      py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("bias_correction"), py::arg("maximize"),
+      py::arg("grad_scale"), py::arg("advance"), py::arg("device"), py::arg("stream"), py::arg("capturable") = false,
+      py::arg("lr_address") = 0, py::arg("grad_scale_address") = 0, py::arg("found_inf_address") = 0,
+      py::arg("scratch_address") = 0,
       "One update of every row, queued on a stream; advance: add one to each row's step counter first.\n\n"
       "Step counters are in host memory, or with capturable on the device; then lr, grad_scale and found_inf may be\n"
       "addresses of float32 on the device, and scratch has SCRATCH_BYTES a row there.");

@@ -100,7 +100,8 @@ std::string differences(const Tensors &got, const Tensors &want) {
 std::string run(const AdamCase &c) {
   const Tensors got = make(c), want = make(c);
   const int64_t n = (int64_t)got.rows.size();
-  AdamOptions options{1e-3, 0.9, 0.999, 1e-8, 0.01, !c.l2, c.bias_correction, c.maximize};
+  const double beta1 = c.betas == "first" ? 0.25 : 0.9, beta2 = c.betas == "second" ? 0.0 : 0.999;
+  AdamOptions options{1e-3, beta1, beta2, 1e-8, 0.01, !c.l2, c.bias_correction, c.maximize};
   double grad_scale = c.grad_scale;
 
   if (c.capturable) {

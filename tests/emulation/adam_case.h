@@ -13,6 +13,7 @@ struct AdamCase {
   std::string offsets = "aligned";  // aligned, together, varied, apart
   std::string steps = "same";       // same, different
   Values values = Values::kOrdinary;
+  std::string betas = "long";  // or first, second: that one below 0.5
   bool l2 = false, maximize = false, bias_correction = true;
   bool capturable = false, advance = true;
   bool scalars_on_device = false, skip = false;  // capturable only: lr and grad_scale; found_inf of 1

@@ -58,6 +58,7 @@ std::string run_adam(const Words &words) {
   c.offsets = word(words, "offsets", c.offsets);
   c.steps = word(words, "steps", c.steps);
   c.values = values_from(word(words, "values", "ordinary"));
+  c.betas = word(words, "betas", c.betas);
   c.l2 = number(words, "l2", 0);
   c.maximize = number(words, "maximize", 0);
   c.bias_correction = number(words, "bias_correction", 1);

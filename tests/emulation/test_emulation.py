@@ -36,6 +36,7 @@ SHAPE = {
 }
 SETTINGS = {
     "steps": ["same", "different"],
+    "betas": ["long", "first", "second"],
     "l2": ["0", "1"],
     "maximize": ["0", "1"],
     "bias_correction": ["0", "1"],

@@ -68,8 +68,15 @@ def contract_step(
         p = rounded(p * decay)
     else:
         g = rounded(weight_decay * p + g)
-    m = rounded(one_minus_beta1 * rounded(g - m) + m)
-    v = rounded(one_minus_beta2 * rounded(g * g - v) + v)
+    if options.beta1 < 0.5:
+        m = rounded(_float(options.beta1) * rounded(m - g) + g)
+    else:
+        m = rounded(one_minus_beta1 * rounded(g - m) + m)
+    if options.beta2 < 0.5:
+        square = rounded(g * g)
+        v = rounded(_float(options.beta2) * rounded(v - square) + square)
+    else:
+        v = rounded(one_minus_beta2 * rounded(g * g - v) + v)
     denominator = rounded(rounded_sqrt(v) * inv_sqrt_bc2 + eps)
     p = rounded(p - step_size * rounded(m / denominator))
     return float(p), float(m), float(v)

@@ -42,17 +42,12 @@ TRAINING = [
     Case("eps 0", replace(ADAMW, eps=0.0)),
     Case("lr 0.1 and weight_decay 0.5", replace(ADAMW, lr=0.1, weight_decay=0.5)),
 ]
-FROM_THE_FAR_END = pytest.mark.xfail(
-    strict=True,
-    reason="exp_avg + (grad - exp_avg) keeps nothing of a small gradient after a large exp_avg; exp_avg_sq becomes 0",
-)
 SHORT_MEMORY = [
     Case("betas 0.5 0.5", replace(ADAMW, beta1=0.5, beta2=0.5)),
     Case("betas 0.3 0.3", replace(ADAMW, beta1=0.3, beta2=0.3)),
-    *(
-        pytest.param(Case(name, replace(ADAMW, beta1=beta1, beta2=beta2)), marks=FROM_THE_FAR_END)
-        for name, beta1, beta2 in [("betas 0 0.99", 0.0, 0.99), ("betas 0.9 0", 0.9, 0.0), ("betas 0 0", 0.0, 0.0)]
-    ),
+    Case("betas 0 0.99", replace(ADAMW, beta1=0.0, beta2=0.99)),
+    Case("betas 0.9 0", replace(ADAMW, beta2=0.0)),
+    Case("betas 0 0", replace(ADAMW, beta1=0.0, beta2=0.0)),
 ]
 
 

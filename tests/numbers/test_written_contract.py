@@ -26,6 +26,9 @@ CASES = {
     "large lr and decay": (replace(ADAMW, lr=0.1, weight_decay=0.5), 2, 1.0),
     "eps 0": (replace(ADAMW, eps=0.0), 5, 1.0),
     "eps 0.01": (replace(ADAMW, eps=0.01), 5, 1.0),
+    "betas 0.3 0.999": (replace(ADAMW, beta1=0.3), 5, 1.0),
+    "betas 0.9 0.2": (replace(ADAMW, beta2=0.2), 5, 1.0),
+    "betas 0 0.99": (replace(ADAMW, beta1=0.0, beta2=0.99), 5, 1.0),
     "betas 0.95 0.98": (replace(ADAMW, beta1=0.95, beta2=0.98), 50, 1.0),
 }
 

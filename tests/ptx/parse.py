@@ -181,7 +181,8 @@ def _parse_statement(kernel: Kernel, statement: str) -> None:
     elif statement.startswith(".shared"):
         kernel.shared_bytes = _place(kernel.shared, kernel.shared_bytes, statement.removeprefix(".shared"))
     elif statement.startswith(".pragma"):
-        if not re.fullmatch(r'\.pragma "nounroll"', statement):
+        # Hints to the assembler: not to unroll, and which bytes of the next load are of use. It loads all of them.
+        if not re.fullmatch(r'\.pragma "(nounroll|used_bytes_mask \d+)"', statement):
             raise PtxError(f"unknown pragma: {statement}")
     elif statement.startswith("."):
         raise PtxError(f"unknown directive: {statement}")

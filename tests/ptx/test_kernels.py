@@ -92,8 +92,10 @@ def test_every_alignment(formats, offset):
         replace(ADAMW, decoupled=False, maximize=True),
         replace(ADAMW, bias_correction=False, weight_decay=0.0),
         replace(ADAMW, lr=0.1, weight_decay=0.5, eps=0.0, beta1=0.0),
+        replace(ADAMW, beta1=0.5, beta2=0.0),
+        replace(ADAMW, beta2=0.4999, maximize=True),
     ],
-    ids=["l2", "l2 maximizing", "uncorrected", "large"],
+    ids=["l2", "l2 maximizing", "uncorrected", "large", "beta2 of zero", "short beta2 maximizing"],
 )
 def test_options(options):
     group = [tensors(HOT[1], 45, seed=3, step=step, specials=0.05) for step in (0, 1, 1, 1000, 2.0**24)]
