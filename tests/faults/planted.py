@@ -129,8 +129,8 @@ PLANTED = [
         "last launch not flushed",
         (
             LAUNCHER,
-            "*(const float *)rows[i].step, options, grad_scale); batch.flush();",
-            "*(const float *)rows[i].step, options, grad_scale);",
+            "*(const float *)rows[i].step, grad_scale); batch.flush();",
+            "*(const float *)rows[i].step, grad_scale);",
         ),
     ),
     _fault("root of zero", (NUMBERS, "return a == 0.0f ? a : root;", "return root;")),
