@@ -2,6 +2,7 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -20,18 +21,26 @@ inline std::string row_error(int64_t i, const char *what, const std::string &why
   return "row " + std::to_string(i) + ": " + what + " " + why;
 }
 
+// Five-level page tables end here. It bounds a tensor's bytes and not its address, which may carry a tag on top.
+constexpr uint64_t kAddressSpaceBytes = (uint64_t)1 << 57;
+
 inline void check_address(int64_t row, const char *what, uint64_t address, int64_t numel, int64_t bytes) {
   if (!bytes || !numel) return;
   if (!address) throw std::invalid_argument(row_error(row, what, "is a null address"));
   if (address % (uint64_t)bytes)
     throw std::invalid_argument(row_error(row, what, "is not aligned to its " + std::to_string(bytes) + " bytes"));
-  if ((uint64_t)numel > (UINT64_MAX - address) / (uint64_t)bytes)
+  if ((uint64_t)numel > std::min(kAddressSpaceBytes, UINT64_MAX - address) / (uint64_t)bytes)
     throw std::invalid_argument(row_error(row, what, "runs past the end of the address space"));
+}
+
+inline bool holds_words(const pybind11::buffer_info &buffer) {
+  return buffer.itemsize == 8 && buffer.ndim == 1 && buffer.strides[0] == 8 && buffer.format.size() == 1 &&
+         std::string("qQlL").find(buffer.format) != std::string::npos;
 }
 
 // `rows` must outlive the table; it is eight int64 a row (tensor_table.h).
 inline Table table_from(const pybind11::buffer_info &rows, const TableFormats &formats) {
-  if (rows.itemsize != 8 || rows.ndim != 1 || rows.strides[0] != 8 || rows.size % 8)
+  if (!holds_words(rows) || rows.size % 8)
     throw std::invalid_argument("rows must be a contiguous buffer of 64-bit integers, eight a row");
   Table table{formats, static_cast<const TensorRow *>(rows.ptr), (int64_t)rows.size / 8};
   for (int64_t i = 0; i < table.n; ++i) {

@@ -69,8 +69,7 @@ PYBIND11_MODULE(_cuda, m) {
       "advance_steps",
       [](const py::buffer &counters, int device, uint64_t stream, uint64_t found_inf_address) {
         const py::buffer_info info = counters.request();
-        if (info.itemsize != 8 || info.ndim != 1 || info.strides[0] != 8)
-          throw std::invalid_argument("counters must be a contiguous buffer of 64-bit addresses");
+        if (!holds_words(info)) throw std::invalid_argument("counters must be a contiguous buffer of 64-bit integers");
         const auto *addresses = static_cast<const uint64_t *>(info.ptr);
         for (int64_t i = 0; i < info.size; ++i) check_address(i, "step", addresses[i], 1, 4);
         check_address(0, "found_inf", found_inf_address, 1, 4 * (found_inf_address != 0));

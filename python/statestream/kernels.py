@@ -128,7 +128,15 @@ def num_threads() -> int:
 def row(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, step: Tensor
 ) -> tuple[int, ...]:
-    """One row: the addresses of tensors that hold the same elements in the same order; none for fake ones."""
+    """One row: the addresses of tensors that hold the same elements in the same order; none for fake ones.
+
+    ValueError where their counts differ.
+    """
+    for name, tensor in (("grad", grad), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq), ("master_param", master)):
+        if tensor is not None and tensor.numel() != param.numel():
+            raise ValueError(f"{name}: found {tensor.numel()} elements; expected the parameter's {param.numel()}")
+    if step.numel() != 1:
+        raise ValueError(f"step: found {step.numel()} elements; expected one counter")
     if any(is_fake(tensor) for tensor in (param, grad, exp_avg, exp_avg_sq)):
         return ()
     return (
@@ -278,7 +286,12 @@ def encode(values: Tensor, state: Tensor) -> None:
 
 
 def refresh_master(param: Tensor, master: Tensor) -> None:
-    """Where the FP32 master does not round to the BF16 parameter, the parameter's value replaces it."""
+    """Where the FP32 master does not round to the BF16 parameter, the parameter's value replaces it.
+
+    ValueError where their counts differ.
+    """
+    if master.numel() != param.numel():
+        raise ValueError(f"master_param: found {master.numel()} elements; expected the parameter's {param.numel()}")
     if is_fake(param) or is_fake(master):
         return
     _convert(param.device, "refresh_master", param.data_ptr(), master.data_ptr(), param.numel())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from ctypes import c_void_p
 
 import pytest
 import torch
@@ -100,6 +101,18 @@ def test_a_count_past_the_end_of_the_address_space_is_refused(numel, two_rows):
         call(two_rows)
 
 
+@pytest.mark.parametrize("numel", [2**62, 2**57, 2**56 + 1])
+def test_a_count_that_no_address_space_holds_is_refused_at_any_address(numel):
+    state = State.of(random_values(40, seed=4), ALL_BF16, step=3)
+    before = state.clone()
+    rows = rows_of([state])
+    rows[NUMEL] = numel
+    rows[PARAM] = rows[GRAD] = rows[EXP_AVG] = rows[EXP_AVG_SQ] = 64
+    with pytest.raises(ValueError, match=r"row 0: param.*address space"):
+        call(rows, ALL_BF16.formats)
+    assert_same_bits(state, before)
+
+
 @pytest.mark.parametrize("change", [lambda r: r[:-1], lambda r: r[:3], lambda r: r + array("q", [0])])
 def test_a_table_of_broken_rows_is_refused(change, two_rows):
     with pytest.raises(ValueError, match="eight a row"):
@@ -110,11 +123,13 @@ def test_a_table_of_broken_rows_is_refused(change, two_rows):
     "make",
     [
         lambda r: array("i", [0] * 16),
+        lambda r: array("d", [0.0] * 16),
+        lambda r: (c_void_p * 16)(),
         lambda r: bytes(128),
         lambda r: memoryview(r)[::2],
         lambda r: memoryview(r).cast("B").cast("q", (2, 8)),
     ],
-    ids=["32-bit words", "bytes", "strided", "two-dimensional"],
+    ids=["32-bit words", "float64", "pointers", "bytes", "strided", "two-dimensional"],
 )
 def test_a_buffer_of_another_layout_is_refused(make, two_rows):
     with pytest.raises(ValueError, match="64-bit"):
@@ -207,6 +222,29 @@ def test_a_slice_and_its_values_must_agree(values, message):
     with pytest.raises(ValueError, match=message):
         kernels.decode(stored, values)
     assert stored.tolist() == [0.0] * 8
+
+
+TENSORS_OF_A_ROW = ["param", "grad", "exp_avg", "exp_avg_sq", "master", "step"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", TENSORS_OF_A_ROW[1:])
+def test_the_tensors_of_a_row_must_have_one_count(name, device):
+    state = State.of(random_values(40, seed=5), REMAINDERS)
+    tensors = {of: getattr(state, of).to(device) for of in TENSORS_OF_A_ROW}
+    kernels.row(**tensors)
+    tensors[name] = tensors[name].repeat(2)
+    found, expected = ("2", "one") if name == "step" else ("80", "40")
+    with pytest.raises(ValueError, match=f"^{name}.*found {found} .*expected.* {expected}"):
+        kernels.row(**tensors)
+
+
+@pytest.mark.parametrize("numel", [7, 9])
+def test_a_parameter_and_its_master_must_have_one_count(numel):
+    param, master = torch.ones(8, dtype=BF16), torch.zeros(numel)
+    with pytest.raises(ValueError, match=f"master_param.*found {numel} .*expected.* 8"):
+        kernels.refresh_master(param, master)
+    assert not master.any()
 
 
 def test_an_unknown_form_is_refused_by_name_and_changes_nothing():
