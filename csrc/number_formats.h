@@ -22,10 +22,28 @@ enum Format : int32_t {
   kFloat32 = 1,
   kBFloat16 = 2,
   kRemainder = 3,  // the low 16 bits of an FP32 master whose high half is the BF16 parameter
+  kFloat16 = 4,    // of a parameter or a gradient
+  // Of a moment or a master: payloads with a float32 scale a block (scaled_formats.h).
+  kScaledFloat16 = 5,
+  kScaledFloat8 = 6,
 };
 
+// Stored as payloads with a float32 scale for each block of 256 elements.
+STATESTREAM_HD bool is_scaled(int32_t format) { return format == kScaledFloat16 || format == kScaledFloat8; }
+constexpr int64_t kScaleBlock = 256;
+
+STATESTREAM_HD int64_t scale_blocks(int64_t numel) { return numel / kScaleBlock + (numel % kScaleBlock != 0); }
+
 STATESTREAM_HD int64_t format_bytes(int32_t format) {
-  return format == kFloat32 ? 4 : format == kBFloat16 || format == kRemainder ? 2 : 0;
+  switch (format) {
+    case kFloat32: return 4;
+    case kBFloat16:
+    case kRemainder:
+    case kFloat16:
+    case kScaledFloat16: return 2;
+    case kScaledFloat8: return 1;
+    default: return 0;
+  }
 }
 
 STATESTREAM_HD uint32_t bits_of(float x) {
@@ -50,6 +68,7 @@ STATESTREAM_HD float float_of(uint32_t u) {
 
 #if defined(__CUDA_ARCH__)
 STATESTREAM_HD float rn_mul(float a, float b) { return __fmul_rn(a, b); }
+STATESTREAM_HD float rn_add(float a, float b) { return __fadd_rn(a, b); }
 STATESTREAM_HD float rn_sub(float a, float b) { return __fsub_rn(a, b); }
 STATESTREAM_HD float rn_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 STATESTREAM_HD float rn_fms(float a, float b, float c) { return __fmaf_rn(a, b, -c); }
@@ -67,6 +86,7 @@ STATESTREAM_HD float rn_sqrt(float a) {
 }
 #else
 STATESTREAM_HD float rn_mul(float a, float b) { return a * b; }
+STATESTREAM_HD float rn_add(float a, float b) { return a + b; }
 STATESTREAM_HD float rn_sub(float a, float b) { return a - b; }
 STATESTREAM_HD float rn_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 STATESTREAM_HD float rn_fms(float a, float b, float c) { return __builtin_fmaf(a, b, -c); }

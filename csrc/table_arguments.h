@@ -15,6 +15,7 @@ struct Table {
   TableFormats formats;
   const TensorRow *rows;
   int64_t n;
+  const RowExtras *extras;  // null where there are none
 };
 
 inline std::string row_error(int64_t i, const char *what, const std::string &why) {
@@ -42,7 +43,7 @@ inline bool holds_words(const pybind11::buffer_info &buffer) {
 inline Table table_from(const pybind11::buffer_info &rows, const TableFormats &formats) {
   if (!holds_words(rows) || rows.size % 8)
     throw std::invalid_argument("rows must be a contiguous buffer of 64-bit integers, eight a row");
-  Table table{formats, static_cast<const TensorRow *>(rows.ptr), (int64_t)rows.size / 8};
+  Table table{formats, static_cast<const TensorRow *>(rows.ptr), (int64_t)rows.size / 8, nullptr};
   for (int64_t i = 0; i < table.n; ++i) {
     const TensorRow &r = table.rows[i];
     if (r.numel < 0) throw std::invalid_argument(row_error(i, "numel", "is negative"));
@@ -54,6 +55,43 @@ inline Table table_from(const pybind11::buffer_info &rows, const TableFormats &f
     check_address(i, "step", r.step, 1, 4);
   }
   return table;
+}
+
+inline void check_scale(int64_t row, const char *what, int32_t format, uint64_t address, int64_t numel) {
+  check_address(row, what, address, scale_blocks(numel), is_scaled(format) ? 4 : 0);
+}
+
+// Joins the second table, twelve int64 a row; `extras` must outlive it.
+inline void add_extras(Table &table, const pybind11::buffer_info &extras) {
+  if (extras.itemsize != 8 || extras.ndim != 1 || extras.strides[0] != 8 || extras.size != 12 * table.n)
+    throw std::invalid_argument("extras must be a contiguous buffer of 64-bit integers, twelve for each of " +
+                                std::to_string(table.n) + " rows");
+  const TableFormats &f = table.formats;
+  table.extras = static_cast<const RowExtras *>(extras.ptr);
+  for (int64_t i = 0; i < table.n; ++i) {
+    const RowExtras &e = table.extras[i];
+    const int64_t numel = table.rows[i].numel;
+    check_scale(i, "exp_avg_scale", f.exp_avg, e.exp_avg_scale, numel);
+    check_scale(i, "exp_avg_sq_scale", f.exp_avg_sq, e.exp_avg_sq_scale, numel);
+    check_scale(i, "master_scale", f.master, e.master_scale, numel);
+    if (e.ordinal < 0 || e.ordinal > UINT32_MAX)
+      throw std::invalid_argument(row_error(i, "ordinal", "is not of 32 bits"));
+    if (e.first < 0 || e.first > INT64_MAX - numel)
+      throw std::invalid_argument(row_error(i, "first", "is negative, or too large"));
+    if (needs_extras(f, 0) && e.first % kScaleBlock)
+      throw std::invalid_argument(
+          row_error(i, "first", "is not a multiple of 256, where a block of scaled numbers starts"));
+    if (e.size0 < 1 || e.size1 < 1) throw std::invalid_argument(row_error(i, "sizes", "must be 1 or more"));
+  }
+}
+
+inline void check_stochastic(const Table &table, int32_t flags) {
+  if (!takes_stochastic(table.formats, flags))
+    throw std::invalid_argument(
+        "stochastic must be flags of 1 (exp_avg), 2 (exp_avg_sq) and 4 (param), each of a tensor that is stored as "
+        "bfloat16 or scaled, a param without master");
+  if (needs_extras(table.formats, flags) && !table.extras)
+    throw std::invalid_argument("these formats, or stochastic, need extras: scales and indices of each row");
 }
 
 inline TableFormats formats_from(const pybind11::tuple &codes) {

@@ -16,10 +16,71 @@ struct TensorRow {
 };
 static_assert(sizeof(TensorRow) == 64, "kernels.py writes eight words a row");
 
+// What a row needs besides, where a format has scales or bits are random: twelve 64-bit words, in a table
+// of their own.
+//
+// Random bits hang on an element's index in the whole tensor, of which the row's may be a shard. Element i
+// of the row is number x = first + i of its local tensor in memory order, at coordinates
+// (x / size1 / size0, x / size1 % size0, x % size1); strides and offset lead from there to the whole.
+struct RowExtras {
+  // Addresses of float32 scales, that of the row's first element; 0 where the format has none.
+  uint64_t exp_avg_scale, exp_avg_sq_scale, master_scale;
+  int64_t ordinal;       // of the parameter, in 32 bits
+  int64_t first;         // with a scaled format on a block's edge
+  int64_t size0, size1;  // 1 for levels that are not needed
+  int64_t stride0, stride1, stride2;
+  int64_t offset;
+  int64_t spare;
+};
+static_assert(sizeof(RowExtras) == 96, "kernels.py writes twelve words a row");
+
+STATESTREAM_HD uint64_t global_index(const RowExtras &row, int64_t i) {
+  int64_t x = row.first + i, inner = 0, middle = 0;
+  if (row.size1 != 1) {
+    inner = x % row.size1;
+    x /= row.size1;
+  }
+  if (row.size0 != 1) {
+    middle = x % row.size0;
+    x /= row.size0;
+  }
+  // Unsigned: whatever strides are given, nothing overflows.
+  return (uint64_t)row.offset + (uint64_t)x * (uint64_t)row.stride0 + (uint64_t)middle * (uint64_t)row.stride1 +
+         (uint64_t)inner * (uint64_t)row.stride2;
+}
+
 // The formats of every row of one call.
 struct TableFormats {
   int32_t param, grad, exp_avg, exp_avg_sq, master;
 };
+
+// The combinations that there are kernels for, on every device; nothing else is refused for its formats.
+STATESTREAM_HD bool has_kernel(const TableFormats &f) {
+  const auto is_number = [](int32_t format) { return format == kFloat32 || format == kBFloat16; };
+  const auto is_moment = [&](int32_t format) { return is_number(format) || is_scaled(format); };
+  const bool low = f.param == kBFloat16 || f.param == kFloat16;
+  const bool no_master = f.master == kNone && (low || f.param == kFloat32);
+  const bool master = low && (f.master == kFloat32 || f.master == kScaledFloat16);
+  const bool remainder = f.param == kBFloat16 && f.master == kRemainder;
+  return (no_master || master || remainder) && (is_number(f.grad) || f.grad == kFloat16) && is_moment(f.exp_avg) &&
+         is_moment(f.exp_avg_sq);
+}
+
+// Bits of the `stochastic` argument, and the number of a tensor in its random key.
+enum StochasticTensor : int32_t { kExpAvgBits = 0, kExpAvgSqBits = 1, kParamBits = 2 };
+
+// Whether each flag is of a tensor that is rounded and takes it.
+STATESTREAM_HD bool takes_stochastic(const TableFormats &f, int32_t flags) {
+  const auto is_rounded = [](int32_t format) { return format == kBFloat16 || is_scaled(format); };
+  return flags >= 0 && flags < 8 && (!(flags >> kExpAvgBits & 1) || is_rounded(f.exp_avg)) &&
+         (!(flags >> kExpAvgSqBits & 1) || is_rounded(f.exp_avg_sq)) &&
+         (!(flags >> kParamBits & 1) || (f.param == kBFloat16 && f.master == kNone));
+}
+
+// Whether a row needs RowExtras.
+STATESTREAM_HD bool needs_extras(const TableFormats &f, int32_t stochastic) {
+  return stochastic || is_scaled(f.exp_avg) || is_scaled(f.exp_avg_sq) || is_scaled(f.master);
+}
 
 // A multiple of 256, the block of a scaled format, so that no cut falls inside a block.
 constexpr int64_t kChunkElements = 64 * 1024;
