@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import heapq
 import os
 import re
-import shutil
 import subprocess
 import sysconfig
 import tempfile
@@ -102,12 +102,13 @@ def _compiled(source: Path, arch: int) -> tuple[str, str]:
     kept = Path(tempfile.gettempdir()) / f"statestream-sass-{digest.hexdigest()[:20]}"
     if not kept.exists():
         with tempfile.TemporaryDirectory(dir=tempfile.gettempdir()) as folder:
-            cubin = f"{folder}/it.cubin"
-            report = _call([find("nvcc"), *flags, str(source), "-o", cubin])
-            Path(folder, "report").write_text(report)
-            Path(folder, "sass").write_text(_call([find("nvdisasm"), "-c", cubin]))
-            Path(cubin).unlink()
-            shutil.copytree(folder, kept, dirs_exist_ok=True)
+            made, cubin = Path(folder, "made"), Path(folder, "it.cubin")
+            made.mkdir()
+            report = _call([find("nvcc"), *flags, str(source), "-o", str(cubin)])
+            (made / "report").write_text(report)
+            (made / "sass").write_text(_call([find("nvdisasm"), "-c", str(cubin)]))
+            with contextlib.suppress(OSError):  # another process was first
+                made.rename(kept)
     return (kept / "report").read_text(), (kept / "sass").read_text()
 
 

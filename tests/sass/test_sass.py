@@ -2,11 +2,15 @@
 
 import json
 import re
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
+from . import disassembly
 from .disassembly import ARCHS, Kernel, find, kernels, kernels_of
 
 HERE = Path(__file__).parent
@@ -75,3 +79,31 @@ def test_spills_and_narrow_accesses_are_seen(arch):
     assert any("spill_bytes" in breach for breach in breaches(spills))
     assert any("narrow_accesses 4" in breach for breach in breaches(narrow))
     assert (narrow.wide_loads, narrow.wide_stores) == (1, 0)
+
+
+def test_runs_beside_each_other_find_a_kept_disassembly_whole(tmp_path, monkeypatch):
+    """What a compilation leaves for the next run is there at once or not at all."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(disassembly, "_version", lambda tool: "1.0")
+    monkeypatch.setattr(disassembly, "_call", _compiler_that_takes_no_time)
+    sources = [tmp_path / f"{k}.cu" for k in range(40)]
+    for source in sources:
+        source.write_text(source.name)
+    start = threading.Barrier(4)
+
+    def run(_):
+        start.wait()
+        return [disassembly._compiled(source, 80) for source in sources]
+
+    with ThreadPoolExecutor(4) as pool:
+        for found in pool.map(run, range(4)):
+            assert found == [("report", "sass")] * len(sources)
+    assert len(list(tmp_path.glob("statestream-sass-*"))) == len(sources)
+    assert not list(tmp_path.glob("tmp*"))
+
+
+def _compiler_that_takes_no_time(command):
+    if "-o" in command:
+        Path(command[-1]).touch()
+        return "report"
+    return "sass"
