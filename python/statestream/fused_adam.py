@@ -37,7 +37,7 @@ from statestream.state_dict import (
     update_group,
 )
 from statestream.step_table import Call, StepTable
-from statestream.tensors import local_of
+from statestream.tensors import is_dtensor, local_of
 from statestream.transfer import LEAST_STAGING_BYTES, Loader
 
 __all__ = ["FusedAdam"]
@@ -51,7 +51,9 @@ class FusedAdam(torch.optim.Optimizer):
     the state is stored in; the same bits on CPU and CUDA, for any number of threads and any sharding.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs or group dicts; float32 or bfloat16, dense.
+        params: parameters, ``(name, parameter)`` pairs or group dicts; float32 or bfloat16, dense, or quantised ones
+            such as Transformer Engine's (``dequantize(dtype=)`` and ``quantize_(values)``), which need
+            master_weights=True: their FP32 masters are updated, and then quantised.
         lr: learning rate, a number or a tensor of one element (copied, one for each group).
         betas, eps, weight_decay: as in ``torch.optim.AdamW``. Note that weight_decay defaults to 0.
         amsgrad: refused.
@@ -66,7 +68,7 @@ class FusedAdam(torch.optim.Optimizer):
         use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``; it may have another
             dtype than the parameter.
         store_param_remainders: instead of FP32 masters store the 16 bits that a BF16 weight lacks; 2
-            bytes an element less. Needs master_weights=True.
+            bytes an element less. Needs master_weights=True. Quantised parameters keep FP32 masters.
         set_grad_none: deprecated; pass set_to_none to zero_grad.
         state_dict_cpu_offload: ``state_dict()`` makes FP32 copies in host memory, one state after
             another, needing `export_staging_bytes` of device memory rather than 8 bytes an element.
@@ -75,7 +77,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     Raises:
         ValueError: an argument is out of range, or a dtype is not supported.
-        RuntimeError: amsgrad, capturable with remainders, sparse gradients.
+        RuntimeError: amsgrad, capturable with remainders, sparse gradients, quantised parameters without masters or
+            with capturable.
 
     State of parameter p, ``optimizer.state[p]``, made when first read: ``exp_avg``, ``exp_avg_sq`` and
     perhaps ``master_param`` (shaped and sharded as p), and ``step`` (0-dim float32, counts p's updates).
@@ -173,6 +176,8 @@ class FusedAdam(torch.optim.Optimizer):
         for i, param in enumerate(tensors):
             if isinstance(param, Tensor):
                 check_param(param, f"parameter {i} of group {number}")
+                with torch.no_grad():
+                    self.form.check(local_of(param), f"parameter {i} of group {number}")
                 devices.add(param.device)
         if len(devices) > 1:
             raise ValueError(
@@ -293,7 +298,7 @@ class FusedAdam(torch.optim.Optimizer):
             master = None if state is None else state.get(MASTER)
             if master is not None and master.dtype is torch.float32:
                 self.form.follow(param, state)
-                kernels.refresh_master(local_of(param), local_of(state[MASTER]))
+                self._table.rederive(local_of(param), local_of(state[MASTER]))
                 self._table.remember(param)
 
     # ---- checkpoints ----
@@ -388,25 +393,40 @@ class FusedAdam(torch.optim.Optimizer):
         if MASTER in state and MASTER not in load.values:
             self.form.reset_master(load.param, state)
 
-    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
-        """A state as FP32 (remainders as int16): the live tensor where it is stored so, else a copy."""
-        return unscaled(self.state[param][state_name], self.form)
+    @torch.no_grad()
+    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
+        """A (local) state as FP32, remainders as int16: the live tensor where it is stored so, else a copy.
+
+        With `skip_unscale` also a state that is stored as bfloat16 is the live tensor.
+        """
+        state = local_of(self._state_named(param, state_name))
+        return state if skip_unscale and state.dtype is torch.bfloat16 else unscaled(state, self.form)
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Writes FP32 values (int16 remainders) into a state, in place, rounding to how it is stored."""
-        state = self.state[param]
-        if state_name not in state or state_name == STEP:
-            raise ValueError(f"state_name: {state_name!r} is not a state of this parameter; it has {sorted(state)}")
-        wanted = self.form.exported_dtype(state[state_name].dtype)
-        if unscaled_state.dtype is not wanted or unscaled_state.shape != param.shape:
+        """Writes FP32 values (int16 remainders) into a state, in place, rounding to how it is stored.
+
+        `unscaled_state` is shaped as the parameter; for a DTensor also as its local part, a plain tensor.
+        """
+        state = local_of(self._state_named(param, state_name))
+        wanted = self.form.exported_dtype(state.dtype)
+        values = unscaled_state.detach()
+        if values.shape == param.shape and values.dtype is wanted:
+            values = local_share(values, param, state_name, "this parameter")
+        elif values.shape != state.shape or values.dtype is not wanted or is_dtensor(values):
             raise ValueError(
-                f"{state_name}: expected {wanted} of shape {tuple(param.shape)}, found {unscaled_state.dtype} "
-                f"of {tuple(unscaled_state.shape)}"
+                f"{state_name}: expected {wanted} of shape {tuple(param.shape)}, found {values.dtype} "
+                f"of {tuple(values.shape)}"
             )
-        values = local_share(unscaled_state.detach(), param, state_name, "this parameter")
         with Loader(self.export_staging_bytes) as loader:
-            loader.copy(values, local_of(state[state_name]))
+            loader.copy(values, state)
+
+    def _state_named(self, param: Tensor, name: str) -> Tensor:
+        state = self.state[param]
+        if name not in state or name == STEP:
+            has = ", ".join(sorted(state.keys() - {STEP}))
+            raise ValueError(f"state_name: {name!r} is not a state of this parameter; it has {has}")
+        return state[name]
 
     # ---- deepcopy and pickle ----
 

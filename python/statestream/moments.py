@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.quantized import dequantized, is_quantized
 from statestream.sharding import around
 from statestream.tensors import is_fake, local_of, same_layout
 
@@ -36,15 +37,29 @@ class StateFormat:
         return torch.int16 if self.remainders else torch.float32
 
     def dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
-        """Stored dtype of each tensor shaped like the parameter. A float32 parameter is its own master."""
+        """Stored dtype of each tensor shaped like the parameter. A float32 parameter is its own master; a quantised
+        one has an FP32 master whatever its nominal dtype: 16 bits more would not give its values back."""
         dtypes = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if self.master_dtype is not None and param.dtype is not torch.float32:
-            dtypes[MASTER] = self.master_dtype
+        if self.master_dtype is not None:
+            if is_quantized(local_of(param)):
+                dtypes[MASTER] = torch.float32
+            elif param.dtype is not torch.float32:
+                dtypes[MASTER] = self.master_dtype
         return dtypes
 
     def exported_dtype(self, stored: torch.dtype) -> torch.dtype:
         """Remainders are bits and leave as they are; every number leaves as FP32."""
         return stored if stored is torch.int16 else torch.float32
+
+    def check(self, local: Tensor, name: str) -> None:
+        """Raises RuntimeError for a (local) parameter that cannot have such state."""
+        if not is_quantized(local):
+            return
+        kind = f"{name}: a parameter of class {type(local).__name__} is updated through an FP32 master"
+        if not self.master_weights:
+            raise RuntimeError(f"{kind}; use master_weights=True")
+        if self.step_on_device:
+            raise RuntimeError(f"{kind} and then quantised, which no CUDA graph holds; use capturable=False")
 
     def make(self, param: Tensor) -> dict[str, Any]:
         """New state: zero moments, the master at the parameter's value, step 0.
@@ -92,21 +107,30 @@ class StateFormat:
 
     def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
         """Sets the master to the parameter's value, in place."""
-        master = local_of(state[MASTER])
-        if self.remainders:
+        master, local = local_of(state[MASTER]), local_of(param)
+        if master.dtype is torch.int16:
             master.zero_()
         else:
-            master.copy_(local_of(param))
+            master.copy_(_values(local))
 
     @staticmethod
     def _new(param: Tensor, name: str, dtype: torch.dtype) -> Tensor:
         # By the local tensor: a rank that the mesh leaves out has one too, which DTensor's zeros_like would replace.
         local = local_of(param.detach())
-        if name == MASTER and dtype is torch.float32:
-            state = torch.empty_like(local, dtype=dtype).copy_(local)
+        if is_quantized(local):
+            # empty_like of it would be quantised
+            state = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device=local.device)
         else:
-            state = torch.zeros_like(local, dtype=dtype)
+            state = torch.empty_like(local, dtype=dtype)
+        if name == MASTER and dtype is not torch.int16:
+            state.copy_(_values(local))
+        else:
+            state.zero_()
         return around(state, param)
+
+
+def _values(local: Tensor) -> Tensor:
+    return dequantized(local) if is_quantized(local) else local
 
 
 def _copy_values(old: Tensor, new: Tensor) -> None:

@@ -19,6 +19,7 @@ from statestream import kernels
 from statestream.arguments import check_param
 from statestream.kernels import Formats
 from statestream.moments import MASTER, STEP, StateFormat
+from statestream.quantized import is_quantized, rederive_master, requantize
 from statestream.sharding import placed_as
 from statestream.tensors import address_of, copy_version, is_dense, local_of, same_layout
 
@@ -35,6 +36,8 @@ class Call:
     params: list[Tensor] = field(default_factory=list)
     keep: list[Tensor] = field(default_factory=list)
     """Gradients copied into the parameter's layout, alive until the kernel has run."""
+    quantized: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of `params` those in whose place a kernel updates their FP32 master, each with it."""
 
 
 @dataclass
@@ -52,7 +55,8 @@ class StepTable:
 
     A parameter with an FP32 master that was written since (a loaded model, an edit under no_grad) is
     brought back together with its master first: where they no longer round to each other, the parameter
-    wins.
+    wins. A quantised parameter is no tensor that a kernel could update: its FP32 master is the row's
+    parameter, and what the kernel leaves there is quantised.
     """
 
     def __init__(self, form: StateFormat):
@@ -105,42 +109,60 @@ class StepTable:
     ) -> None:
         local = local_of(param)
         check_param(local, name)
+        self.form.check(local, name)
         grad = self.checked_grad(param, local, grad, name)
         tensors = state[param]
         self.form.follow(param, tensors)
         exp_avg, exp_avg_sq = local_of(tensors["exp_avg"]), local_of(tensors["exp_avg_sq"])
         master = None if MASTER not in tensors else local_of(tensors[MASTER])
+        target = local
+        if is_quantized(local):
+            target, master = master, None
         formats = Formats(
-            kernels.format_of(local),
+            kernels.format_of(target),
             kernels.format_of(grad),
             kernels.format_of(exp_avg),
             kernels.format_of(exp_avg_sq),
             kernels.NONE if master is None else kernels.format_of(master),
         )
         call = calls.setdefault((local.device, formats), Call(local.device, formats))
-        call.rows.extend(kernels.row(local, grad, exp_avg, exp_avg_sq, master, tensors[STEP]))
+        call.rows.extend(kernels.row(target, grad, exp_avg, exp_avg_sq, master, tensors[STEP]))
         call.params.append(param)
         call.keep.append(grad)
+        if target is not local:
+            call.quantized.append((param, target))
 
     def refresh(self, call: Call, state: dict[Tensor, dict[str, Any]]) -> None:
         """Brings the call's FP32 masters back to parameters that were written since the last step."""
-        if call.formats.master != kernels.FLOAT32:
-            return
-        for param in call.params:
+        for param in self._followed(call):
             local = local_of(param)
             if self.was_written(param, local):
-                kernels.refresh_master(local, local_of(state[param][MASTER]))
+                self.rederive(local, local_of(state[param][MASTER]))
+
+    @staticmethod
+    def rederive(local: Tensor, master: Tensor) -> None:
+        """Where the FP32 master does not round to the parameter, the parameter's value replaces it."""
+        if is_quantized(local):
+            rederive_master(local, master)
+        else:
+            kernels.refresh_master(local, master)
 
     def updated(self, call: Call) -> None:
-        """Says that kernels wrote these: autograd is told, and the next step knows them."""
-        params = call.params
-        written = [param for param in params if not param.is_inference()]
+        """Quantises the masters that kernels wrote, and says that the parameters were written: autograd is told, and
+        the next step knows them."""
+        for param, master in call.quantized:
+            requantize(local_of(param), master)
+        written = [param for param in call.params if not param.is_inference()]
         written += [local for param in written if (local := local_of(param)) is not param]
         if written:
             torch.autograd.graph.increment_version(written)
-        if call.formats.master == kernels.FLOAT32:
-            for param in params:
-                self.remember(param)
+        for param in self._followed(call):
+            self.remember(param)
+
+    @staticmethod
+    def _followed(call: Call) -> list[Tensor]:
+        """Parameters with an FP32 master beside them."""
+        return call.params if call.formats.master == kernels.FLOAT32 else [param for param, _ in call.quantized]
 
     def remember(self, param: Tensor) -> None:
         local = local_of(param)
@@ -179,7 +201,7 @@ class StepTable:
             raise ValueError(f"{name}: gradient of shape {tuple(grad.shape)}, parameter of {tuple(param.shape)}")
         grad = local_of(placed_as(grad, param, name)).resolve_neg()
         for tensor, what in ((local, "parameters"), (grad, "gradients")):
-            if is_traceable_wrapper_subclass(tensor):
+            if is_traceable_wrapper_subclass(tensor) and not (tensor is local and is_quantized(local)):
                 raise ValueError(
                     f"{name}: {what} of class {type(tensor).__name__} are not supported; use dense tensors"
                 )
@@ -194,4 +216,4 @@ class StepTable:
             )
         if same_layout(grad, local):
             return grad
-        return torch.empty_like(local, dtype=grad.dtype).copy_(grad)
+        return torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=local.device).copy_(grad)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["address_of", "copy_version", "flat", "is_dense", "is_fake", "local_of", "same_layout"]
+__all__ = ["address_of", "copy_version", "flat", "is_dense", "is_dtensor", "is_fake", "local_of", "same_layout"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 

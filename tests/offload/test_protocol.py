@@ -317,6 +317,24 @@ def test_grad_scaler_scales_and_skips(make):
     assert_same_training(params, optimizer, reference, plain)
 
 
+def test_a_scaler_handed_to_the_step_divides_and_skips_as_it_does_without_offload():
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(MAKERS["fused_adam"](params), CHUNK), MAKERS["fused_adam"](reference)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(torch.ones(()))
+        for step in range(3):
+            set_grads(ps, step)
+            for p in ps:
+                p.grad.mul_(1024.0)
+            if step == 1:
+                ps[0].grad[0, 0] = float("inf")
+            o.step(grad_scaler=scaler)
+            scaler.update(1024.0)
+    assert optimizer.state[params[0]]["step"].item() == 2
+    assert_same_training(params, optimizer, reference, plain)
+
+
 # ---- copies ----
 
 

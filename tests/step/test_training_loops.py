@@ -104,6 +104,9 @@ def test_peer_methods_read_and_write_state_by_value():
     optimizer.set_scaled_state(param, "exp_avg", wanted)
     assert optimizer.state[param]["exp_avg"].data_ptr() == address
     assert same_bits(optimizer.state[param]["exp_avg"], wanted.to(BF16))
+    assert optimizer.get_unscaled_state(param, "exp_avg", skip_unscale=True) is optimizer.state[param]["exp_avg"]
+    with pytest.raises(ValueError, match=r"state_name: 'master_param' is not a state .*; it has exp_avg, exp_avg_sq"):
+        optimizer.get_unscaled_state(param, "master_param")
 
 
 def test_optimizers_that_step_within_backward_equal_one_that_steps_after():

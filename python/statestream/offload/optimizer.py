@@ -29,6 +29,8 @@ from statestream.offload.muon import MuonBatches
 from statestream.offload.muon_layouts import muon_layout
 from statestream.offload.one_pass import OnePass
 from statestream.offload.whole_parameters import WholeParameters
+from statestream.quantized import is_quantized
+from statestream.scaling import scaling_of
 from statestream.tensors import local_of
 
 __all__ = ["CPUOffloadOptimizer"]
@@ -233,7 +235,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             raise TypeError(f"step() got an unexpected keyword argument {next(iter(legacy))!r}")
         handed = {k: self.__dict__[k] for k in ("grad_scale", "found_inf") if k in self.__dict__}
         if scaler is not None:
-            grad_scale, found_inf = self.inner._scaling(scaler)
+            grad_scale, found_inf = scaling_of(self, scaler)
         else:
             grad_scale, found_inf = handed.get("grad_scale"), handed.get("found_inf")
         if found_inf is not None and as_number(found_inf):
@@ -341,6 +343,12 @@ def _check_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
                 raise ValueError(
                     f"{type(optimizer).__name__}: {option}=True (group {number}) does not go with state in host "
                     f"memory; build it with {option}=False"
+                )
+        for i, param in enumerate(group["params"]):
+            if is_quantized(local_of(param)):
+                raise ValueError(
+                    f"parameter {i} of group {number}: {type(local_of(param)).__name__} is quantised as a whole and is "
+                    "not stepped in ranges; keep such parameters in an optimizer of their own, without offload"
                 )
 
 
