@@ -1,10 +1,12 @@
 // Stands where CUDA's own header stands, so that the .cu files, launchers included, compile as plain
-// C++ and run on ordinary memory. For tests only. Kernels without barriers, shuffles or atomics.
+// C++ and run on ordinary memory. For tests only. Kernels without barriers, shared memory or atomics.
 #pragma once
 #include <stdint.h>
 #include <string.h>
 
 #include <numeric>
+
+#include "warps.h"
 
 #define __global__
 #define __device__
@@ -35,7 +37,7 @@ struct Settings {
   int multiprocessors = 1;
   int blocks_per_multiprocessor = 2;
   int count_error = 0, image_error = 0, driver = 13000, capability = 90;  // what a device that cannot run says
-  bool (*runs_block)(unsigned block) = nullptr;  // which blocks of a launch run; null: all
+  bool (*runs_block)(unsigned block) = nullptr;                           // which blocks of a launch run; null: all
 };
 inline Settings settings;
 
@@ -134,32 +136,106 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Kernel *,
   return cudaSuccess;
 }
 
+namespace statestream {
+struct GenericParameters;
+struct GenericConvertParameters;
+}  // namespace statestream
+
+namespace emulation {
+
+// Whether the lanes of a kernel meet, by its parameters.
+template <class Parameters>
+constexpr bool kLanesMeet = false;
+template <>
+inline constexpr bool kLanesMeet<statestream::GenericParameters> = true;
+template <>
+inline constexpr bool kLanesMeet<statestream::GenericConvertParameters> = true;
+
+// The numbers below `n` in the order of the settings, shuffled otherwise in each round.
+class Sequence {
+ public:
+  explicit Sequence(uint64_t n, uint64_t round = 0) : n_(n), stride_((settings.shuffle + round) * 2654435761u % n) {
+    while (std::gcd(stride_, n) != 1) ++stride_;
+  }
+  uint64_t operator[](uint64_t place) const {
+    switch (settings.order) {
+      case Order::kForward: return place;
+      case Order::kReverse: return n_ - 1 - place;
+      case Order::kShuffled: break;
+    }
+    return place * stride_ % n_;
+  }
+
+ private:
+  uint64_t n_, stride_;
+};
+
+inline bool runs(unsigned block) { return !settings.runs_block || settings.runs_block(block); }
+
+// All threads of a launch in one order, each from begin to end.
+template <class Kernel>
+void run_threads(const Kernel &kernel) {
+  const uint64_t threads = (uint64_t)gridDim.x * blockDim.x;
+  const Sequence sequence(threads);
+  for (uint64_t q = 0; q < threads; ++q) {
+    const uint64_t thread = sequence[q];
+    blockIdx = dim3((unsigned)(thread / blockDim.x));
+    threadIdx = dim3((unsigned)(thread % blockDim.x));
+    if (!runs(blockIdx.x)) {
+      q += settings.order == Order::kForward ? blockDim.x - 1 - threadIdx.x : 0;
+      continue;
+    }
+    ++counters.threads;
+    kernel();
+  }
+}
+
+// Block by block, the threads of a block in turns.
+template <class Kernel>
+void run_blocks(const Kernel &kernel) {
+  const Sequence sequence(gridDim.x);
+  for (uint64_t q = 0; q < gridDim.x; ++q) {
+    blockIdx = dim3((unsigned)sequence[q]);
+    if (!runs(blockIdx.x)) continue;
+    counters.threads += blockDim.x;
+    run_block(
+        blockDim.x,
+        [&](unsigned thread) {
+          threadIdx = dim3(thread);
+          kernel();
+        },
+        [](uint64_t round) {
+          const Sequence lanes(blockDim.x, round);
+          std::vector<unsigned> order;
+          for (unsigned k = 0; k < blockDim.x; ++k) order.push_back((unsigned)lanes[k]);
+          return order;
+        });
+  }
+}
+
+}  // namespace emulation
+
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value, int place = __builtin_LINE()) {
+  const dim3 own = threadIdx;  // other threads run meanwhile
+  const uint32_t largest = emulation::reduce_max(mask, value, place);
+  threadIdx = own;
+  return largest;
+}
+
 template <class Parameters>
 cudaError_t cudaLaunchKernel(void (*kernel)(const Parameters &), dim3 grid, dim3 block, void **arguments, size_t,
                              cudaStream_t) {
   // The limits of the device: a grid without blocks is an error there too.
   if (!grid.x || !block.x || block.x > 1024 || sizeof(Parameters) > 32764) return cudaErrorInvalidValue;
-  const auto &settings = emulation::settings;
   // The device gets its copy of the parameters at the launch.
   const Parameters parameters = *static_cast<const Parameters *>(arguments[0]);
   ++emulation::counters.launches;
   gridDim = grid;
   blockDim = block;
-  const uint64_t threads = (uint64_t)grid.x * block.x;
-  uint64_t stride = settings.shuffle * 2654435761u % threads;
-  while (std::gcd(stride, threads) != 1) ++stride;
-  for (uint64_t q = 0; q < threads; ++q) {
-    const uint64_t thread = settings.order == emulation::Order::kForward   ? q
-                            : settings.order == emulation::Order::kReverse ? threads - 1 - q
-                                                                           : q * stride % threads;
-    blockIdx = dim3((unsigned)(thread / block.x));
-    threadIdx = dim3((unsigned)(thread % block.x));
-    if (settings.runs_block && !settings.runs_block(blockIdx.x)) {
-      q += settings.order == emulation::Order::kForward ? block.x - 1 - threadIdx.x : 0;
-      continue;
-    }
-    ++emulation::counters.threads;
-    kernel(parameters);
-  }
+  const auto run = [&] { kernel(parameters); };
+  if constexpr (emulation::kLanesMeet<Parameters>)
+    emulation::run_blocks(run);
+  else
+    emulation::run_threads(run);
   return cudaSuccess;
 }

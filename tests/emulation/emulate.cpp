@@ -10,6 +10,7 @@
 #include "convert_case.h"
 #include "cuda_runtime.h"
 #include "huge_case.h"
+#include "warp_case.h"
 
 using namespace statestream;
 using Words = std::map<std::string, std::string>;
@@ -78,6 +79,7 @@ std::string run_one(const std::string &kind, const Words &words) {
                         number(words, "to_offset", 0), values_from(word(words, "values", "ordinary")),
                         (uint64_t)number(words, "seed", 1)});
   if (kind == "huge") return run_huge(number(words, "elements", 0));
+  if (kind == "warps") return run_warps(word(words, "kernel", ""));
   if (kind == "why_not") return why_not((int)number(words, "device", 0));
   throw std::invalid_argument("no such case: " + kind);
 }

@@ -138,6 +138,23 @@ def test_aligned_tensors_take_128_bit_accesses():
     assert apart.wide_loads == 0
 
 
+@pytest.mark.parametrize("order", SHAPE["order"])
+@pytest.mark.parametrize(
+    "kernel, outcome",
+    [
+        ("rounds", "ok"),
+        ("halves", "ok"),
+        ("lane_ends", "waits for lane 8 of warp 1, which has ended"),
+        ("other_mask", "wait at different places"),
+        ("not_in_mask", "lane 0 of warp 0 is not in its own mask"),
+        ("other_place", "wait at different places"),
+    ],
+)
+def test_lanes_of_a_warp_meet_or_are_told_why_not(kernel, outcome, order):
+    (seen,) = run([f"warps kernel={kernel} order={order}"])
+    assert outcome in seen.difference
+
+
 @pytest.mark.parametrize(
     "case, sentence",
     [

@@ -11,6 +11,7 @@ __all__ = [
     "bfloat16_bits",
     "canonical_nan",
     "denormals_are_kept",
+    "float16_bits",
     "fma32",
     "fma64",
     "multiply_high",
@@ -74,6 +75,11 @@ def bfloat16_bits(values: np.ndarray) -> np.ndarray:
     bits = values.view(np.uint32).astype(np.uint64)
     rounded = (bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)
     return np.where(np.isnan(values), np.uint64(0x7FFF), rounded).astype(np.uint16)
+
+
+def float16_bits(values: np.ndarray) -> np.ndarray:
+    """cvt.rn.f16.f32: nearest even, NaN becomes 0x7fff."""
+    return np.where(np.isnan(values), np.uint16(0x7FFF), values.astype(np.float16).view(np.uint16))
 
 
 def multiply_high(a: np.ndarray, b: np.ndarray) -> np.ndarray:

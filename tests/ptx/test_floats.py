@@ -1,7 +1,6 @@
 """Single floating-point instructions against references that share nothing with the interpreter."""
 
 import math
-import struct
 from fractions import Fraction
 
 import numpy as np
@@ -68,31 +67,57 @@ def test_sqrt_is_the_nearest(size):
             assert (Fraction(y) - unit / 2) ** 2 < Fraction(x) < (Fraction(y) + unit / 2) ** 2
 
 
-def test_bfloat16_is_the_nearest_and_nan_is_7fff():
+HALVES = {
+    # significant bits, exponents of the last place and of the first, where infinity is, and patterns near the largest
+    "bf16": (8, -133, 127, 0x7F80, [0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0xFF7F8000]),
+    "f16": (11, -24, 15, 0x7C00, [0x477FEFFF, 0x477FF000, 0x477FE000, 0xC77FF000, 0x33000000, 0x33000001, 0x33C00000]),
+}
+
+
+def stored_half(x: float, sign: int, kind: str) -> int:
+    """The bits of a number in 16 bits, to nearest even, by exact fractions."""
+    mantissa, smallest, largest, infinity, _ = HALVES[kind]
+    if math.isnan(x):
+        return 0x7FFF
+    rounded, overflow = (Fraction(0), True) if math.isinf(x) else round_to(Fraction(x), mantissa, smallest, largest)
+    if overflow:
+        return infinity | sign << 15
+    units = abs(rounded) / Fraction(2) ** smallest  # of the last place of a denormal
+    exponent = max(units.numerator.bit_length() - mantissa, 0)
+    return int(units / 2**exponent) + (exponent << (mantissa - 1)) | sign << 15
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_sixteen_bits_are_the_nearest_and_nan_is_7fff(kind):
     bits = np.concatenate([floats32(7, 900), np.arange(0x3F7F7F00, 0x3F808100, 257, dtype=np.uint32)])
-    bits = np.concatenate([bits, np.uint32([0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0xFF7F8000])])
-    for opcode, target in (("cvt.rn.bf16.f32", 80), ("cvt.rn.bf16.f32", 90)):
-        got = apply(f"{opcode} $0, $1", "u2 u4", bits, target=target)
-        want = []
-        for b in bits.tolist():
-            x = value(b, 32)
-            if math.isnan(x):
-                want.append(0x7FFF)
-            elif math.isinf(x):
-                want.append(b >> 16)
-            else:
-                rounded, overflow = round_to(Fraction(x), 8, -133, 127)
-                number = math.inf if overflow else float(abs(rounded))
-                want.append(struct.unpack("<I", struct.pack("<f", number))[0] >> 16 | (b >> 31) << 15)
-        compare(got, want, bits)
+    tiny = np.random.default_rng(21).integers(0x32000000, 0x39000000, 600, dtype=np.uint32)  # FP16's denormals
+    bits = np.concatenate([bits, tiny, tiny & 0xFFFFF000, np.uint32(HALVES[kind][4])])
+    for target in (80, 90):
+        got = apply(f"cvt.rn.{kind}.f32 $0, $1", "u2 u4", bits, target=target)
+        compare(got, [stored_half(value(b, 32), b >> 31, kind) for b in bits.tolist()], bits)
 
 
-def test_a_bfloat16_pair_has_its_first_source_above():
+@pytest.mark.parametrize("kind", HALVES)
+def test_a_pair_of_sixteen_bits_has_its_first_source_above(kind):
     a, b = floats32(8, 500), floats32(9, 500)
-    got = apply("cvt.rn.bf16x2.f32 $0, $1, $2", "u4 u4 u4", a, b)
-    upper = apply("cvt.rn.bf16.f32 $0, $1", "u2 u4", a)
-    lower = apply("cvt.rn.bf16.f32 $0, $1", "u2 u4", b)
+    got = apply(f"cvt.rn.{kind}x2.f32 $0, $1, $2", "u4 u4 u4", a, b)
+    upper = apply(f"cvt.rn.{kind}.f32 $0, $1", "u2 u4", a)
+    lower = apply(f"cvt.rn.{kind}.f32 $0, $1", "u2 u4", b)
     assert (got >> 16 == upper).all() and (got & 0xFFFF == lower).all()
+
+
+def test_every_float16_is_read_exactly():
+    bits = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
+    for part in np.split(bits, 64):
+        got = apply("cvt.f32.f16 $0, $1", "u4 u2", part)
+        for b, g in zip(part.tolist(), got.tolist(), strict=True):
+            sign, exponent, mantissa = b >> 15, b >> 10 & 31, b & 1023
+            if exponent == 31:
+                want = NAN if mantissa else 0x7F800000 | sign << 31
+            else:
+                exact = Fraction(mantissa + (1024 if exponent else 0)) * Fraction(2) ** (max(exponent, 1) - 25)
+                want = encode(-exact if sign else exact, 32, bool(sign))
+            assert g == want, hex(b)
 
 
 def test_floats_become_wider_and_narrower():

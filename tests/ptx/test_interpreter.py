@@ -329,6 +329,44 @@ def test_a_shuffle_with_a_lane_that_is_not_there_is_a_fault():
         run(body.format(-1))
 
 
+REDUCE = "redux.sync.max.u32 %r1, %r2, {};"
+SCRAMBLED = "mul.lo.u32 %r2, %r0, 2654435761;"
+
+
+def scrambled(k: int) -> int:
+    return k * 2654435761 % 2**32
+
+
+def test_a_reduction_gives_every_lane_the_largest_of_its_warp():
+    out = words(96)
+    run(AT_TID.format(size=4) + SCRAMBLED + REDUCE.format(-1) + "st.global.u32 [%d1], %r1; ret;", out, threads=96)
+    assert out.tolist() == [max(scrambled(k // 32 * 32 + i) for i in range(32)) for k in range(96)]
+
+
+def test_a_reduction_of_some_lanes_leaves_the_others_out():
+    """The lower half of each warp returns before."""
+    early = "and.b32 %r3, %r0, 16; setp.eq.u32 %p0, %r3, 0; @%p0 ret;"
+    body = AT_TID.format(size=4) + SCRAMBLED + early + REDUCE + "st.global.u32 [%d1], %r1; ret;"
+    out = words(64)
+    run(body.format(0xFFFF0000), out, threads=64)
+    largest = [max(scrambled(k // 32 * 32 + i) for i in range(16, 32)) for k in range(64)]
+    assert out.tolist() == [largest[k] if k % 32 >= 16 else 0 for k in range(64)]
+    with pytest.raises(Fault, match="redux names a lane that is not here"):
+        run(body.format(-1), out, threads=64)
+
+
+def test_a_reduction_by_a_lane_outside_its_mask_is_a_fault():
+    with pytest.raises(Fault, match="redux by a lane that its mask does not name"):
+        run("mov.u32 %r0, %tid.x; mov.u32 %r2, %r0;" + REDUCE.format(0xFFFF) + "ret;")
+
+
+def test_reductions_at_two_places_do_not_meet():
+    body = "mov.u32 %r2, %tid.x; setp.lt.u32 %p0, %r2, 8; @%p0 bra LATE;" + REDUCE + "ret; LATE:" + REDUCE + "ret;"
+    with pytest.raises(Fault, match="not here"):
+        run(body.format(-1, -1))
+    run(body.format(0xFFFFFF00, 0xFF))
+
+
 # ---- strictness
 
 
@@ -358,6 +396,8 @@ def test_a_shuffle_with_a_lane_that_is_not_there_is_a_fault():
         "setp.ltu.s32 %p0, %r0, %r1",
         "bar.sync 1",
         "bar.red.popc.u32 %r0, 0, %p0",
+        "redux.sync.add.u32 %r0, %r1, -1",
+        "redux.sync.max.s32 %r0, %r1, -1",
         "call foo",
         "frobnicate.u32 %r0, %r1",
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .. import exact
@@ -77,11 +79,32 @@ def _cvt_bfloat16(code: Code) -> Step:
 @opcode(r"cvt\.rn\.bf16x2\.f32")
 def _cvt_bfloat16_pair(code: Code) -> Step:
     need_target(code, 80)
+    return _pair(code, exact.bfloat16_bits)
+
+
+def _pair(code: Code, bits_of: Callable) -> Step:
+    """d = two numbers of 16 bits, the first source above."""
     code.expect(3)
     to, high, low = code.destination(0, "b32"), code.source(1, "f32"), code.source(2, "f32")
 
     def run(block, lanes):
-        upper = exact.bfloat16_bits(high(block, lanes)).astype(np.uint32) << np.uint32(16)
-        to(block, lanes, upper | exact.bfloat16_bits(low(block, lanes)))
+        upper = bits_of(high(block, lanes)).astype(np.uint32) << np.uint32(16)
+        to(block, lanes, upper | bits_of(low(block, lanes)))
 
     return run
+
+
+@opcode(r"cvt\.rn\.f16\.f32")
+def _cvt_float16(code: Code) -> Step:
+    return convert(code, "b16", "f32", exact.float16_bits)
+
+
+@opcode(r"cvt\.rn\.f16x2\.f32")
+def _cvt_float16_pair(code: Code) -> Step:
+    need_target(code, 80)
+    return _pair(code, exact.float16_bits)
+
+
+@opcode(r"cvt\.f32\.f16")
+def _cvt_from_float16(code: Code) -> Step:
+    return convert(code, "f32", "b16", lambda a: exact.canonical_nan(a.view(np.float16).astype(np.float32)))
