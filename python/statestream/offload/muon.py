@@ -22,8 +22,7 @@ from statestream.offload.muon_layouts import TorchMuon
 from statestream.offload.store import largest_shard
 from statestream.offload.subset import Subset
 from statestream.offload.whole_parameters import WholeParameters, _Member
-from statestream.sharding import around
-from statestream.tensors import local_of
+from statestream.tensors import is_fake, local_of
 
 __all__ = ["MuonBatches"]
 
@@ -33,7 +32,8 @@ class MuonBatches(WholeParameters):
     bytes (None: all in one pass); a batch that alone is larger is a chunk by itself.
 
     Every trained parameter has state from construction on, zero until its first step. Where several ranks take
-    part, building it, `add_param_group` and the first step after more parameters were unfrozen are collective.
+    part, building it, `add_param_group`, and the first step or load after more parameters were unfrozen are
+    collective.
 
     Raises:
         RuntimeError: the ranks' plans differ, with both; or the plan's units do not partition the parameters.
@@ -46,85 +46,54 @@ class MuonBatches(WholeParameters):
 
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
         super().adopt(existing)
-        self._complete(m.param for m in self.members.values())
+        self.take_back(self.members.values())  # what the optimizer made for a group that was added
+
+    def reserve(self, params: Sequence[Tensor]) -> None:
+        super().reserve(params)
         self._agree()
+        self._complete()
 
     def step(self, grad_scale: float) -> None:
-        self.layout.before_step()
-        with_grad = list({id(p): p for p in self.params() if p.grad is not None}.values())
-        self.follow(with_grad)
-        if any(self.store.home(p) is None for p in with_grad):
-            self.wait()
-            self.reserve(with_grad)
-        self._agree()
-        made = self._complete(with_grad)
-        jobs = {self.store.home(p).unit: self.members[id(p)] for p in with_grad}
-        with _Once(self.inner, self.call) as subset:
-            try:
-                if self.store.layout.plan.ring_bytes:
-                    self._stream(jobs, subset)
-                else:
-                    subset.update(with_grad)
-                subset.check(with_grad)
-            except BaseException:
-                for param in made:
-                    if id(param) not in subset.stepped:
-                        self.inner.state.pop(param, None)
-                raise
+        self.layout.sync_options()
+        super().step(grad_scale)
 
     def loaded(self) -> None:
-        self._complete(m.param for m in self.members.values())
-        self.layout.before_step()
+        self._complete()
+        self.layout.sync_options()
         counter = self.layout.counter
         for group in self.inner.param_groups:
-            if counter is None or group["algorithm"] != "adamw":
-                continue
             for param in group["params"]:
-                state, member = self.inner.state.get(param), self.members.get(id(param))
-                if state and member is not None:
-                    count = torch.as_tensor(state.get(counter, float(group["step"])), dtype=torch.float32)
-                    known = counter in member.kinds
-                    state[counter] = self.fill(param, counter, count) if known else count.to("cpu")
+                member, state = self.members.get(id(param)), self.inner.state.get(param, {})
+                if member is not None and counter in member.kinds and counter not in state:
+                    state[counter] = self.fill(param, counter, torch.tensor(float(group["step"])))
 
     # ---- what is different from elementwise optimizers ----
 
     def _kinds(self, group: dict[str, Any], number: int, param: Tensor) -> tuple[list[StateKind], list[StateKind]]:
-        local = local_of(param)
-        names = self.layout.states(group)
-        found = [
-            [StateKind(name, shape, param.dtype) for name in names]
-            for shape in (tuple(local.shape), largest_shard(param))
-        ]
-        for name, value in self.inner.state.get(param, {}).items():
-            # A count that the optimizer keeps on the device travels along.
-            if isinstance(value, Tensor) and name not in names and local_of(value).device.type != "cpu":
-                for kinds in found:
-                    kinds.append(StateKind(name, tuple(local_of(value).shape), value.dtype))
-        return found[0], found[1]
+        count = []
+        if self.layout.counter in self.inner.state.get(param, {}):
+            count = [StateKind(self.layout.counter, (), torch.float32)]
+        local, largest = (
+            [StateKind(name, shape, param.dtype) for name in self.layout.states(group)] + count
+            for shape in (tuple(local_of(param).shape), largest_shard(param))
+        )
+        return local, largest
 
     def _together(self, members: list[_Member]) -> list[list[_Member]]:
         of = {id(m.param): m for m in members}
-        runs: list[list[_Member]] = []
+        together: list[list[_Member]] = []
         for group in self.inner.param_groups:
             params = [p for p in group["params"] if id(p) in of]
-            runs += [
-                [of[id(params[i])] for i in run] for run in joined(self.layout.batches(group, params), len(params))
-            ]
-        return runs
+            runs = joined(self.layout.batches(group, params), len(params))
+            together += [[of[id(params[i])] for i in run] for run in runs]
+        return together
 
-    def _complete(self, params: Any) -> list[Tensor]:
-        """Zero state, as the optimizer would make it, for those of `params` that have none; which they are."""
-        made = []
-        for param in params:
+    def _complete(self) -> None:
+        """Zero state, as the optimizer would make it, for members that have none."""
+        for member in self.members.values():
+            param = member.param
             if not self.inner.state.get(param):
-                member = self.members[id(param)]
-                state = {}
-                for name in member.kinds:
-                    view = self._host_view(member, name).zero_()
-                    state[name] = around(view, param) if view.shape == local_of(param).shape else view
-                self.inner.state[param] = state
-                made.append(param)
-        return made
+                self.inner.state[param] = {name: self.fill(param, name, torch.zeros(())) for name in member.kinds}
 
     def _agree(self) -> None:
         """The checks of a plan, when it is new."""
@@ -132,14 +101,25 @@ class MuonBatches(WholeParameters):
         if layout is self._agreed:
             return
         params = [param for bank in self.store.banks for param in bank.units]
-        names = [self.members[id(p)].name for p in params]
-        check_partition(layout.plan, names, [m.name for m in self.members.values()])
+        check_partition(layout.plan, list(map(id, params)), {key: m.name for key, m in self.members.items()})
+        if any(is_fake(local_of(param)) for param in params):
+            return  # memory is estimated, and there are no other ranks; or they are asked once there are data
         groups = self.layout.process_groups()
         if groups:
             description = describe(layout.plan, params)
             for group in groups:
                 check_same_plan(group, description)
         self._agreed = layout
+
+    def _update(self, jobs: dict[int, _Member]) -> None:
+        self._agree()  # whoever went on after it failed would find the ranks waiting for each other
+        params = [m.param for m in jobs.values()]
+        with _Once(self.inner, self.call) as subset:
+            if self.store.layout.plan.ring_bytes:
+                self._stream(jobs, subset)
+            else:
+                subset.update(params)
+            subset.check(params)
 
 
 class _Once(Subset):

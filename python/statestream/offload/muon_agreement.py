@@ -6,7 +6,8 @@ A rank that cut at other places would wait in a collective that the others never
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,17 +41,14 @@ def joined(batches: Sequence[Sequence[int]], count: int) -> list[list[int]]:
     return list(runs.values())
 
 
-def check_partition(plan: Plan, units: Sequence[str], params: Sequence[str]) -> None:
+def check_partition(plan: Plan, units: Sequence[Hashable], params: Mapping[Hashable, str]) -> None:
     """RuntimeError unless each of `params` is exactly one of `units`, and each unit in exactly one chunk, whole.
 
-    Both are names, `units` in the order of the plan. Linear in their number.
+    `units` are the keys of parameters in the order of the plan, `params` maps each key to a name. A unit of none of
+    these is of a parameter that has left the optimizer, and is never stepped. Linear in their number.
     """
-    times = dict.fromkeys(params, 0)
-    for chunk in plan.chunks:
-        for piece in chunk.pieces:
-            name = units[piece.unit]
-            times[name] = times.get(name, 0) + 1
-    wrong = [f"{name} {n} times" for name, n in times.items() if n != 1]
+    times = Counter(units[piece.unit] for chunk in plan.chunks for piece in chunk.pieces)
+    wrong = [f"{name} {times[key]} times" for key, name in params.items() if times[key] != 1]
     if wrong:
         raise RuntimeError(
             f"a step would update {', '.join(wrong[:10])} instead of once: the units of the plan do not partition the "

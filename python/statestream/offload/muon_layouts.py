@@ -33,7 +33,8 @@ class TorchMuon:
 
     smallest = "matrices"
     counter: str | None = None
-    """A state of AdamW parameters that counts their steps in FP32; where it is missing it is the group's `step`."""
+    """A state that counts a parameter's steps, 0-dim FP32, in versions that have it. A checkpoint without it means the
+    group's `step`."""
 
     def __init__(self, inner: torch.optim.Optimizer):
         self.inner = inner
@@ -60,8 +61,8 @@ class TorchMuon:
                 found += [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
         return list(dict.fromkeys(found))
 
-    def before_step(self) -> None:
-        """With the groups whole and every gradient in its place."""
+    def sync_options(self) -> None:
+        """Takes up what a caller wrote in the groups; called with the groups whole."""
 
 
 class BatchedMuon(TorchMuon):
@@ -118,7 +119,7 @@ class MegabatchedMuon(BatchedMuon):
     def _matrices(group: dict[str, Any], param: Tensor) -> Iterable[tuple[int, ...]]:
         return [tuple(param.shape)]  # a packed weight is taken apart within its task
 
-    def before_step(self) -> None:
+    def sync_options(self) -> None:
         # Groups are empty in some chunks, and then their lr would stay the number that a caller set.
         sync = getattr(self.inner, "_sync_hyperparam_tensors", None)
         if sync is not None:

@@ -26,7 +26,7 @@ from statestream.offload.stream import Stage
 from statestream.offload.subset import Subset
 from statestream.offload.units import Units
 from statestream.sharding import around
-from statestream.tensors import is_dense, is_dtensor, local_of
+from statestream.tensors import address_of, is_dense, is_dtensor, local_of
 
 __all__ = ["WholeParameters"]
 
@@ -193,9 +193,13 @@ class WholeParameters(Units):
             self.reserve(with_grad)
         jobs = {self.store.home(p).unit: self.members[id(p)] for p in with_grad}
         self.take_back(jobs.values())
+        self._update(jobs)
+
+    def _update(self, jobs: dict[int, _Member]) -> None:
+        """The step of these members, by their units: all that have a gradient."""
         with Subset(self.inner, self.call) as subset:
             if not self.store.layout.plan.ring_bytes:
-                subset.update(with_grad)
+                subset.update([m.param for m in jobs.values()])
                 return
             one_pass = self.store.budget is None
             old = {u: m for u, m in jobs.items() if one_pass or self.inner.state.get(m.param)}
@@ -360,7 +364,7 @@ class _Flow:
             slot = slots.get(name)
             if isinstance(value, Tensor) and slot is not None:
                 local = local_of(value)
-                if local.data_ptr() != slot.data_ptr() or local.stride() != slot.stride():
+                if address_of(local) != address_of(slot) or local.stride() != slot.stride():
                     slot.copy_(local)
                 new[name] = self.owner._bound(member, name, value)
             else:
