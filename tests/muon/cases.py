@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from statestream import CPUOffloadOptimizer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,10 +18,30 @@ from torch.nn import Parameter
 
 from . import dion_batched, dion_megabatched
 
-__all__ = ["CASES", "STEPS", "Case", "Group", "Run", "differences", "offloaded", "train"]
+__all__ = [
+    "CASES",
+    "CHECKPOINTED",
+    "STEPS",
+    "Case",
+    "Group",
+    "Run",
+    "check_same",
+    "differences",
+    "dion_muon",
+    "offloaded",
+    "train",
+]
 
 STEPS = 4
-LAYOUTS = {"batched": dion_batched.Muon, "megabatched": dion_megabatched.Muon, "torch": torch.optim.Muon}
+STAND_INS = {"batched": dion_batched.Muon, "megabatched": dion_megabatched.Muon}
+
+
+def dion_muon() -> type[torch.optim.Optimizer]:
+    """dion's own; ImportError where it is not installed."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # it is compiled where it is imported, and here it need not be
+    import dion
+
+    return dion.Muon
 
 
 @dataclass(frozen=True)
@@ -31,31 +53,38 @@ class Group:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+def none(step: int) -> set[int]:
+    return set()
+
+
 @dataclass(frozen=True)
 class Case:
-    """`missing`: step -> indices of parameters without a gradient. `plain`: no DTensors, as under DDP."""
+    """`missing`: step -> indices of parameters without a gradient. `plain`: no DTensors, as under DDP. `real`: dion's
+    own Muon, which has to be of that layout, rather than the stand-in."""
 
     layout: str
     groups: Sequence[Group]
     dtype: torch.dtype = torch.float32
     plain: bool = False
-    missing: Callable[[int], set[int]] = lambda step: set()
+    missing: Callable[[int], set[int]] = none
+    real: bool = False
 
     def run(self, mesh: DeviceMesh | None = None) -> Run:
         """Parameters, always of the same values, and the optimizer over them."""
-        generator = torch.Generator().manual_seed(7)
-        options, params = [], []
-        for group in self.groups:
-            made = [self._param(shape, group, mesh, generator) for shape in group.shapes]
-            options.append({"params": made, **group.options})
-            params += made
+        params = self.params(mesh)
+        each = iter(params)
+        groups = [{"params": [next(each) for _ in group.shapes], **group.options} for group in self.groups]
         if self.layout == "torch":
-            return Run(self, params, torch.optim.Muon(options, lr=0.02))
+            return Run(self, params, torch.optim.Muon(groups, lr=0.02))
         where: Any = mesh if mesh is None or not self.plain else mesh.get_group()
-        return Run(self, params, LAYOUTS[self.layout](options, where, lr=0.02, nesterov=True))
+        muon = dion_muon() if self.real else STAND_INS[self.layout]
+        return Run(self, params, muon(groups, where, lr=0.02, nesterov=True))
 
-    def _param(self, shape, group: Group, mesh: DeviceMesh | None, generator: torch.Generator) -> Parameter:
-        return Parameter(self._spread(torch.randn(shape, generator=generator).to(self.dtype), group.dim, mesh))
+    def params(self, mesh: DeviceMesh | None = None) -> list[Parameter]:
+        generator = torch.Generator().manual_seed(7)
+        shapes = [(shape, group.dim) for group in self.groups for shape in group.shapes]
+        fulls = [torch.randn(shape, generator=generator).to(self.dtype) for shape, _ in shapes]
+        return [Parameter(self._spread(full, dim, mesh)) for full, (_, dim) in zip(fulls, shapes, strict=True)]
 
     def _spread(self, full: Tensor, dim: int | None, mesh: DeviceMesh | None) -> Tensor:
         if mesh is None or self.plain:
@@ -69,7 +98,8 @@ class Case:
         for i, (param, dim) in enumerate(zip(params, dims, strict=True)):
             full = torch.randn(param.shape, generator=generator).to(self.dtype)
             mesh = param.device_mesh if isinstance(param, DTensor) else None
-            param.grad = None if i in self.missing(step) else self._spread(full, dim, mesh)
+            grad = self._spread(full, dim, mesh)  # a collective: on every rank, also where it is then missing
+            param.grad = None if i in self.missing(step) else grad
 
 
 @dataclass
@@ -86,6 +116,7 @@ def offloaded(run: Run, budget: int | None) -> Run:
 
 
 def train(run: Run, steps: Sequence[int] = range(STEPS)) -> Run:
+    """Steps with an lr of its own in each step and group."""
     for step in steps:
         for number, group in enumerate(run.optimizer.param_groups):
             group["lr"] = 0.02 / (1 + step + number)
@@ -98,6 +129,11 @@ def _bits(tensor: Tensor) -> Tensor:
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     tensor = tensor.detach().contiguous().reshape(-1)
     return tensor.view(torch.uint8) if tensor.numel() else tensor
+
+
+def _same_option(key: str, mine: Any, other: Any) -> bool:
+    # dion saves tensors among the options as numbers, and makes a tensor again of the lr alone.
+    return mine == other and (type(mine) is type(other) or key == "initial_lr")
 
 
 def differences(mine: Run, plain: Run) -> list[str]:
@@ -119,11 +155,16 @@ def differences(mine: Run, plain: Run) -> list[str]:
                 found.append(f"{name} of parameter {i}")
     for i, (a, b) in enumerate(zip(mine.optimizer.param_groups, plain.optimizer.param_groups, strict=True)):
         found += [
-            f"{key} of group {i}: {a.get(key)} and {b.get(key)}"
+            f"{key} of group {i}: {a.get(key)!r} and {b.get(key)!r}"
             for key in a.keys() | b.keys()
-            if key != "params" and (a.get(key) != b.get(key) or type(a.get(key)) is not type(b.get(key)))
+            if key != "params" and not _same_option(key, a.get(key), b.get(key))
         ]
     return found
+
+
+def check_same(mine: Run, other: Run) -> None:
+    found = differences(mine, other)
+    assert not found, f"{mine.case}: {found}"
 
 
 ADAMW = Group([(64,), (7,), (40,)], options={"algorithm": "adamw", "weight_decay": 0.1})
@@ -132,11 +173,22 @@ EXPERTS = Group([(4, 64, 32)] * 3)
 EMPTY = Group([])
 ODD = [(64, 256), (1, 256), (64, 256), (256, 1), (7, 32), (64, 256), (5, 16), (7, 32), (64, 256)]
 EVEN = [shape for shape in ODD if shape[0] % 4 == 0]
-HALF = lambda step: {i for i in range(40) if (i + step) % 3 == 0}  # noqa: E731
+
+
+def a_third(step: int) -> set[int]:
+    return {i for i in range(40) if (i + step) % 3 == 0}
+
+
+def by_rank(step: int) -> set[int]:
+    """On each rank others, of the parameters for which no rank waits: those after the matrices in ODD."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {i for i in range(len(ODD), 40) if (i + step + rank) % 3 == 0}
+
 
 CASES = {
     "megabatched, odd rows": Case("megabatched", [Group(ODD), EMPTY, EXPERTS, ADAMW, LION]),
-    "megabatched, missing gradients": Case("megabatched", [Group(ODD), EMPTY, EXPERTS, ADAMW, LION], missing=HALF),
+    "megabatched, missing gradients": Case("megabatched", [Group(ODD), EMPTY, EXPERTS, ADAMW, LION], missing=a_third),
+    "megabatched, missing on some ranks": Case("megabatched", [Group(ODD), EXPERTS, ADAMW, LION], missing=by_rank),
     "megabatched, packed": Case(
         "megabatched",
         [
@@ -153,8 +205,10 @@ CASES = {
     "megabatched, DDP": Case("megabatched", [Group(ODD), EXPERTS, ADAMW], plain=True),
     "megabatched, no matrices": Case("megabatched", [EMPTY, ADAMW, LION]),
     "batched": Case("batched", [Group(EVEN), EMPTY, EXPERTS, ADAMW, LION]),
-    "batched, missing gradients": Case("batched", [Group(EVEN), EMPTY, EXPERTS, ADAMW, LION], missing=HALF),
+    "batched, missing gradients": Case("batched", [Group(EVEN), EMPTY, EXPERTS, ADAMW, LION], missing=a_third),
     "batched, BF16": Case("batched", [Group(EVEN), EXPERTS, ADAMW], dtype=torch.bfloat16),
+    "batched, odd rows, DDP": Case("batched", [Group(ODD), EXPERTS, ADAMW], plain=True),
+    "batched, columns": Case("batched", [Group([(1, 256)] * 3 + [(7, 64)] * 5, dim=1), ADAMW]),
     "batched, packed over several batches": Case(
         "batched", [Group([(128, 64)] * 5, dim=1, options={"partitions": (64, 32, 32)}), Group(EVEN), ADAMW]
     ),
@@ -162,8 +216,17 @@ CASES = {
         "batched", [Group([(96, 32)] * 3, options={"partitions": (64, 16, 16)}), Group(ODD), ADAMW], plain=True
     ),
     "batched, flattened": Case("batched", [Group([(8, 4, 3, 3)] * 3, options={"flatten": True}), ADAMW]),
-    "torch": Case("torch", [Group(ODD), EMPTY, Group([(12, 20)])], plain=True),
-    "torch, missing gradients": Case("torch", [Group(ODD), EMPTY], plain=True, missing=HALF),
+    "torch, DDP": Case("torch", [Group(ODD), EMPTY, Group([(12, 20)])], plain=True),
+    "torch, missing gradients": Case("torch", [Group(ODD), EMPTY], plain=True, missing=a_third),
     # torch's own Muon refuses DTensors of uneven shards.
-    "torch, sharded": Case("torch", [Group([(64, 256), (32, 16), (64, 256)]), EMPTY]),
+    "torch, sharded": Case("torch", [Group([(64, 256), (32, 16)]), EMPTY]),
 }
+
+CHECKPOINTED = {
+    "megabatched": Case(
+        "megabatched", [Group(ODD), EXPERTS, Group([(128, 64)] * 3, options={"split_sizes": (64, 32, 32)}), ADAMW]
+    ),
+    "batched": Case("batched", [Group(EVEN), EXPERTS, ADAMW]),
+    "torch": Case("torch", [Group([(64, 256), (32, 16)])]),
+}
+"""Without an empty group: a flat state dict has no place for one."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from offload.conftest import on_device  # noqa: F401
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,15 +15,12 @@ from torch import Tensor
 from .dion_common import (
     Common,
     Task,
-    adamw,
     alike,
     decay_and_add,
     exchanged,
     gathered,
-    lion,
     local,
     momenta,
-    run_tasks,
     scale,
     shaped,
     with_grad,
@@ -44,24 +41,8 @@ class Matrix:
 
 
 class Muon(Common):
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        run_tasks(self._tasks(self._count()))
-        return loss
-
-    def _tasks(self, groups: dict[str, list[dict]]) -> Iterator[Task]:
-        yield from self._create_muon_tasks(groups["muon"])
-        for group in groups["lion"]:
-            for p in with_grad(group):
-                lion(*local((p, p.grad, self._state_of(p, "lion")["momentum"])), group)
-        for group in groups["adamw"]:
-            for p in with_grad(group):
-                state = self._state_of(p, "adamw")
-                adamw(*local((p, p.grad, state["momentum"], state["variance"])), group, group["step"])
+    def _matrix_tasks(self, groups: list[dict]) -> Iterator[Task]:
+        return self._create_muon_tasks(groups)
 
     def _create_muon_tasks(self, groups: list[dict]) -> Iterator[Task]:
         for group in groups:
@@ -112,7 +93,7 @@ class Muon(Common):
         else:
             updates = [shaped(updates[0], group["flatten"], group["epsilon"])]
         factor = scale(group["adjust_lr"], batch[0].shape, group["flatten"])
-        decay_and_add([x.weight for x in batch], updates, float(group["lr"]), group["weight_decay"], factor)
+        decay_and_add([x.weight for x in batch], updates, group["lr"], group["weight_decay"], factor)
 
 
 def create_param_batches(params: list[Tensor], batch_size: int) -> Iterator[list[Tensor]]:

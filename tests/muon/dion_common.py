@@ -1,13 +1,15 @@
-"""What both layouts of the stand-in for dion's Muon share: arithmetic, collectives, tasks.
+"""What both layouts of the stand-in for dion's Muon share: arithmetic, collectives, tasks, and the step.
 
 Written from dion's documented behaviour (attributes, groups, states, the order of its collectives, what is batched
-with what); the arithmetic is of the same form, and not meant to give dion's own bits.
+with what); the arithmetic is of the same form, and not meant to give dion's own bits. test_real_dion.py compares the
+two where dion is installed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -63,25 +65,29 @@ def momenta(momentum: list[Tensor], grads: list[Tensor], mu: float, nesterov: bo
     return [u.to(torch.bfloat16) for u in wanted]
 
 
-def decay_and_add(params: list[Tensor], updates: list[Tensor], lr: float, weight_decay: float, factor: float) -> None:
+Number = float | Tensor
+"""A 0-dim tensor is on the parameters' device, and no value of it goes to the host."""
+
+
+def decay_and_add(params: list[Tensor], updates: list[Tensor], lr: Number, weight_decay: float, factor: float) -> None:
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     torch._foreach_sub_(params, torch._foreach_mul(updates, lr * factor))
 
 
-def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict, step: float) -> None:
-    lr, beta1, beta2 = float(group["lr"]), group["beta1"], group["beta2"]
+def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, group: dict, step: Number) -> None:
+    lr, beta1, beta2 = group["lr"], group["beta1"], group["beta2"]
     m.lerp_(g.to(m.dtype), 1 - beta1)
     v.mul_(beta2).addcmul_(g.to(v.dtype), g.to(v.dtype), value=1 - beta2)
     p.mul_(1 - lr * group["weight_decay"])
-    denominator = v.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["epsilon"])
-    p.addcdiv_(m, denominator, value=-lr / (1 - beta1**step))
+    denominator = v.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["epsilon"])
+    p.sub_(m / denominator * (lr / (1 - beta1**step)))
 
 
 def lion(p: Tensor, g: Tensor, m: Tensor, group: dict) -> None:
-    lr = float(group["lr"])
+    lr = group["lr"]
     update = m.lerp(g.to(m.dtype), 1 - group["beta1"]).sign_()
     m.lerp_(g.to(m.dtype), 1 - group["beta2"])
-    p.mul_(1 - lr * group["weight_decay"]).add_(update, alpha=-lr)
+    p.mul_(1 - lr * group["weight_decay"]).sub_(update * lr)
 
 
 def local(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -91,7 +97,8 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
 def exchanged(chunks: list[Tensor], group: dist.ProcessGroup) -> Generator[None, None, list[Tensor]]:
     """all_to_all of as many chunks of one shape as there are ranks. Other tasks run while it is under way."""
     received = [torch.empty_like(c) for c in chunks]
-    work = dist.all_to_all(received, [c.contiguous() for c in chunks], group=group, async_op=True)
+    chunks = [c.clone(memory_format=torch.contiguous_format) for c in chunks]
+    work = dist.all_to_all(received, chunks, group=group, async_op=True)
     yield
     work.wait()
     return received
@@ -153,6 +160,7 @@ class Common(torch.optim.Optimizer):
             "nesterov": nesterov,
             "flatten": flatten,
             "adjust_lr": adjust_lr,
+            "cautious_wd": False,
         }
         super().__init__(params, defaults)
         self._device_rank, self._world_size, self._process_group = 0, 1, None
@@ -164,13 +172,48 @@ class Common(torch.optim.Optimizer):
             self._process_group = distributed_mesh
         self._distributed_mesh = distributed_mesh
 
-    def _count(self) -> dict[str, list[dict]]:
-        """Counts the step in every group, and sorts the groups by algorithm."""
-        sorted_groups: dict[str, list[dict]] = {"muon": [], "lion": [], "adamw": []}
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self._counted()
+        run_tasks(chain(self._matrix_tasks(groups["muon"]), self._elementwise_tasks(groups)))
+        return loss
+
+    def _counted(self) -> dict[str, list[dict]]:
+        """The groups by algorithm, with one step more in each."""
+        by_algorithm: dict[str, list[dict]] = {"muon": [], "lion": [], "adamw": []}
         for group in self.param_groups:
             group["step"] += 1
-            sorted_groups[group["algorithm"]].append(group)
-        return sorted_groups
+            by_algorithm[group["algorithm"]].append(group)
+        return by_algorithm
+
+    def _matrix_tasks(self, groups: list[dict]) -> Iterator[Task]:
+        raise NotImplementedError
+
+    def _elementwise_tasks(self, groups: dict[str, list[dict]]) -> Iterator[Task]:
+        for group in groups["lion"]:
+            yield self._lion(group)
+        for group in groups["adamw"]:
+            yield self._adamw(group)
+
+    def _lion(self, group: dict) -> Task:
+        for p in with_grad(group):
+            lion(*local((p, p.grad, self._state_of(p, "lion")["momentum"])), group)
+        yield
+
+    def _adamw(self, group: dict) -> Task:
+        for p in with_grad(group):
+            state = self._state_of(p, "adamw")
+            tensors = local((p, p.grad, state["momentum"], state["variance"]))
+            adamw(*tensors, group, self._adamw_step(state, group))
+        yield
+
+    def _adamw_step(self, state: dict, group: dict) -> Number:
+        """The count of this step, for bias correction."""
+        return group["step"]
 
     def _state_of(self, param: Tensor, algorithm: str) -> dict[str, Tensor]:
         state = self.state[param]

@@ -11,15 +11,12 @@ from torch import Tensor
 from .dion_common import (
     Common,
     Task,
-    adamw,
     alike,
     decay_and_add,
     exchanged,
     gathered,
-    lion,
     local,
     momenta,
-    run_tasks,
     scale,
     shaped,
     with_grad,
@@ -56,21 +53,20 @@ class Muon(Common):
         for index, group in enumerate(self.param_groups):
             if not group["params"]:
                 continue
-            kept = self._hyperparam_tensors.setdefault((index, "lr"), torch.empty((), dtype=torch.float32))
+            kept = self._hyperparam_tensors.get((index, "lr"))
+            if kept is None:
+                kept = torch.empty((), dtype=torch.float32, device=local(group["params"])[0].device)
+                self._hyperparam_tensors[index, "lr"] = kept
             if group["lr"] is not kept:
                 kept.copy_(torch.as_tensor(group["lr"]))
                 group["lr"] = kept
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _counted(self) -> dict[str, list[dict]]:
         self._sync_hyperparam_tensors()
-        groups = self._count()
-        run_tasks(self._tasks(groups))
-        return loss
+        return super()._counted()
+
+    def _adamw_step(self, state: dict, group: dict) -> Tensor:
+        return state["step_dev"].add_(1)
 
     def state_dict(self):
         state_dict = super().state_dict()
@@ -90,17 +86,8 @@ class Muon(Common):
                     count = state.get("step_dev", torch.tensor(float(group["step"])))
                     state["step_dev"] = count.to(torch.float32)
 
-    def _tasks(self, groups: dict[str, list[dict]]) -> Iterator[Task]:
-        yield from self._create_ortho_tasks(groups["muon"])
-        for group in groups["lion"]:
-            for p in with_grad(group):
-                lion(*local((p, p.grad, self._state_of(p, "lion")["momentum"])), group)
-        for group in groups["adamw"]:
-            for p in with_grad(group):
-                state = self._state_of(p, "adamw")
-                state["step_dev"] += 1
-                tensors = local((p, p.grad, state["momentum"], state["variance"]))
-                adamw(*tensors, group, state["step_dev"].item())
+    def _matrix_tasks(self, groups: list[dict]) -> Iterator[Task]:
+        return self._create_ortho_tasks(groups)
 
     def _create_ortho_tasks(self, groups: list[dict]) -> Iterator[Task]:
         for group in groups:
@@ -112,19 +99,20 @@ class Muon(Common):
         weights, grads = local(params), local(p.grad for p in params)
         momentum = local(self._state_of(p, "muon")["momentum"] for p in params)
         whole, dim = self._sharded(params[0], group)
-        heads = group.get("num_heads")
-        if heads:
+        heads = group.get("num_heads", 1)
+        if heads > 1:
             shape = (heads, shape[0] // heads, *shape[1:])
             weights, grads, momentum = (
                 [t.view(-1, *shape[1:]) for t in tensors] for tensors in (weights, grads, momentum)
             )
-        process_group = None if heads or (whole and dim is None) else self._process_group
+            whole, dim = True, None
+        process_group = None if whole and dim is None else self._process_group
         updates = momenta(momentum, grads, group["mu"], group["nesterov"])
-        updates = yield from self._orthogonalize(updates, shape, None if heads else dim, process_group, group)
+        updates = yield from self._orthogonalize(updates, shape, dim, process_group, group)
         decay_and_add(
             weights,
             updates,
-            float(group["lr"]),
+            group["lr"],
             group["weight_decay"],
             scale(group["adjust_lr"], shape, group["flatten"]),
         )
