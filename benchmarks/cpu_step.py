@@ -1,4 +1,4 @@
-"""Claim: a CPU step runs near the limit of the machine's memory, and well ahead of torch's fused AdamW.
+"""Claim: a CPU step runs near the limit of the machine's memory, and ahead of other optimizers.
 
 `touch` moves the same bytes with trivial arithmetic (touch.cpp, built here); the ratio to it is how far
 the kernel is from what memory allows. python -m benchmarks.cpu_step [--elements N]
@@ -10,20 +10,41 @@ import argparse
 import ctypes
 import subprocess
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from statestream import FusedAdam
 
+from benchmarks.peers import imported, tried
 from benchmarks.runner import Report, interleaved
 
 BF16, FP32 = torch.bfloat16, torch.float32
-MODES = {
-    "FP32": {"param": FP32, "moments": FP32, "master": False},
-    "FP32, BF16 moments": {"param": FP32, "moments": BF16, "master": False},
-    "BF16": {"param": BF16, "moments": BF16, "master": False},
-    "BF16, FP32 master, BF16 moments": {"param": BF16, "moments": BF16, "master": True},
-}
+CACHED = 1 << 20
+"""Elements that fit a core's caches, or nearly."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    name: str
+    param: torch.dtype
+    moments: torch.dtype
+    master: bool = False
+    values: str = "ordinary"
+    """Or "zeros": nine gradients of ten, and the moments under them, are zero; or "denormals": of gradients and
+    moments every other one is."""
+
+
+MODES = [
+    Mode("FP32", FP32, FP32),
+    Mode("FP32, BF16 moments", FP32, BF16),
+    Mode("BF16", BF16, BF16),
+    Mode("BF16, FP32 master, BF16 moments", BF16, BF16, master=True),
+    Mode("BF16, mostly zeros", BF16, BF16, values="zeros"),
+    Mode("BF16, half denormals", BF16, BF16, values="denormals"),
+]
 
 
 def build_touch() -> ctypes.CDLL:
@@ -36,7 +57,7 @@ def build_touch() -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-def touch_of(library: ctypes.CDLL, read: list[torch.Tensor], written: list[torch.Tensor]):
+def touch_of(library: ctypes.CDLL, read: list[torch.Tensor], written: list[torch.Tensor]) -> Callable[[], object]:
     """A call that moves the bytes of a step over these tensors."""
 
     def addresses(tensors):
@@ -51,23 +72,94 @@ def touch_of(library: ctypes.CDLL, read: list[torch.Tensor], written: list[torch
     return lambda kept=kept: library.touch(*arguments, ctypes.c_int64(pieces), torch.get_num_threads())
 
 
-def contestants(elements: int, param: torch.dtype, moments: torch.dtype, master: bool, library: ctypes.CDLL) -> dict:
-    def parameter() -> torch.nn.Parameter:
-        p = torch.nn.Parameter(torch.randn(elements).to(param))
-        p.grad = torch.randn(elements).to(param)
-        return p
+def parameter(mode: Mode, elements: int) -> torch.nn.Parameter:
+    p = torch.nn.Parameter(torch.randn(elements, dtype=mode.param))
+    p.grad = torch.randn(elements, dtype=mode.param)
+    if mode.values == "zeros":
+        p.grad *= torch.arange(elements) % 10 == 0
+    elif mode.values == "denormals":
+        p.grad[::2] = 1e-39
+    return p
 
-    ours = parameter()
-    adam = FusedAdam([ours], exp_avg_dtype=moments, exp_avg_sq_dtype=moments, master_weights=master)
+
+def statestream(mode: Mode, elements: int) -> FusedAdam:
+    p = parameter(mode, elements)
+    return FusedAdam([p], exp_avg_dtype=mode.moments, exp_avg_sq_dtype=mode.moments, master_weights=mode.master)
+
+
+def torch_adamw(mode: Mode, elements: int, **how: bool) -> Callable[[], object] | None:
+    """torch keeps the moments in the parameter's dtype, and no masters."""
+    if mode.moments is not mode.param or mode.master:
+        return None
+    return torch.optim.AdamW([parameter(mode, elements)], weight_decay=0.0, **how).step
+
+
+def deepspeed(mode: Mode, elements: int) -> Callable[[], object] | None:
+    """DeepSpeed's host optimizer keeps FP32 moments unless told otherwise, and its own FP32 weights."""
+    made = imported("deepspeed.ops.adam", "DeepSpeedCPUAdam")
+    if made is None or mode.master or mode.moments is not mode.param:
+        return None
+    return made([parameter(mode, elements)], weight_decay=0.0, fp32_optimizer_states=mode.moments is FP32).step
+
+
+def torchao(mode: Mode, elements: int) -> Callable[[], object] | None:
+    """Eight-bit moments in blocks of 256: less memory than any mode here."""
+    made = imported("torchao.optim", "AdamW8bit")
+    if made is None or mode.param is not BF16 or mode.master:
+        return None
+    return made([parameter(mode, elements)], weight_decay=0.0).step
+
+
+PEERS: dict[str, Callable[[Mode, int], Callable[[], object] | None]] = {
+    "torch fused": partial(torch_adamw, fused=True),
+    "torch foreach": partial(torch_adamw, foreach=True),
+    "DeepSpeedCPUAdam": deepspeed,
+    "torchao AdamW8bit": torchao,
+}
+
+
+def contestants(mode: Mode, elements: int, library: ctypes.CDLL) -> tuple[dict[str, Callable[[], object]], list[str]]:
+    """Everyone who takes the mode, after a step that makes the state; and what the others said."""
+    adam = statestream(mode, elements)
     adam.step()
-    state = adam.state[ours]
-    written = [ours.data, state["exp_avg"], state["exp_avg_sq"], *([state["master_param"]] if master else [])]
+    (param,) = adam.param_groups[0]["params"]
+    state = adam.state[param]
+    written = [param.data, state["exp_avg"], state["exp_avg_sq"], *([state["master_param"]] if mode.master else [])]
     copies = [t.clone() for t in written]
-    runs = {"statestream": adam.step, "touch": touch_of(library, [ours.grad.clone()], copies)}
-    if param is moments and not master:
-        theirs = parameter()
-        runs["torch fused"] = torch.optim.AdamW([theirs], fused=True, weight_decay=0.0).step
-    return runs
+    runs = {"statestream": adam.step, "touch": touch_of(library, [param.grad.clone()], copies)}
+    refused = []
+    for name, make in PEERS.items():
+        run, error = tried(partial(make, mode, elements))
+        if error:
+            refused.append(f"{name} refuses {mode.name}: {error}")
+        elif run is not None:
+            runs[name] = run
+    return runs, refused
+
+
+def measure(elements: int, rounds: int) -> Report:
+    library = build_touch()
+    columns = ["mode", "elements", "threads", "statestream ms", "touch ms", "to touch", *(f"{n} ms" for n in PEERS)]
+    report = Report("cpu_step", "CPU step against the memory's own speed", columns)
+    all_threads = torch.get_num_threads()
+    notes = ["A peer's column is empty where it is not installed or has no such mode."]
+    try:
+        for n in (elements, min(CACHED, elements)):
+            for threads in dict.fromkeys((all_threads, 1)):
+                torch.set_num_threads(threads)
+                for mode in MODES:
+                    runs, refused = contestants(mode, n, library)
+                    many = rounds if n > 4 * CACHED else 10 * rounds
+                    times = {name: t.median_ms for name, t in interleaved(runs, many).items()}
+                    ours, touch = times["statestream"], times["touch"]
+                    report.add(
+                        mode.name, n, threads, ours, touch, f"{ours / touch:.2f}", *(times.get(p, "") for p in PEERS)
+                    )
+                    notes += [line for line in refused if line not in notes]
+    finally:
+        torch.set_num_threads(all_threads)
+    report.notes += notes
+    return report
 
 
 def main() -> None:
@@ -75,34 +167,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=128 << 20, help="elements of the large tensor (default 128M)")
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
-    library = build_touch()
-    columns = [
-        "mode",
-        "elements",
-        "threads",
-        "statestream ms",
-        "touch ms",
-        "ratio to touch",
-        "torch fused ms",
-        "faster by",
-    ]
-    report = Report("cpu_step", "CPU step against the memory's own speed", columns)
-    all_threads = torch.get_num_threads()
-    for elements in (options.elements, 1 << 20):
-        for threads in dict.fromkeys((all_threads, 1)):
-            torch.set_num_threads(threads)
-            for mode, formats in MODES.items():
-                runs = contestants(elements, library=library, **formats)
-                rounds = options.rounds if elements > 1 << 22 else 20 * options.rounds
-                times = {name: t.median_ms for name, t in interleaved(runs, rounds).items()}
-                ours, touch, fused = times["statestream"], times["touch"], times.get("torch fused")
-                ahead = "-" if fused is None else f"{fused / ours:.2f} x"
-                report.add(
-                    mode, elements, threads, ours, touch, f"{ours / touch:.2f}", "-" if fused is None else fused, ahead
-                )
-    torch.set_num_threads(all_threads)
-    report.notes.append("Torch's CPU fused AdamW refuses FP32 parameters with BF16 state, and has no masters.")
-    print(report.write())
+    print(measure(options.elements, options.rounds).write())
 
 
 if __name__ == "__main__":

@@ -14,17 +14,14 @@ from statestream.tensors import flat
 from benchmarks.runner import Report, interleaved
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--elements", type=int, default=32 << 20)
-    elements = parser.parse_args().elements
+def measure(elements: int, rounds: int) -> Report:
     columns = ["moments", "operation", "median ms", "copy of the same bytes ms", "ratio"]
     report = Report("export_time", "Export and load against a copy of the same bytes", columns)
     for dtype in (torch.bfloat16, torch.float32):
         param = torch.nn.Parameter(torch.randn(elements))
         optimizer = FusedAdam([param], exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
         state = optimizer.state[param]["exp_avg"]
-        values = torch.empty(elements, dtype=torch.float32)
+        values = torch.zeros(elements, dtype=torch.float32)
         # The yardstick reads and writes as many bytes as the conversion does.
         moved = elements * (state.element_size() + 4) // 2
         a, b = torch.ones(moved, dtype=torch.uint8), torch.ones(moved, dtype=torch.uint8)
@@ -33,10 +30,18 @@ def main() -> None:
             "load": lambda s=state, v=values: kernels.encode(v, flat(s)),
             "copy": lambda a=a, b=b: b.copy_(a),
         }
-        times = {name: t.median_ms for name, t in interleaved(runs).items()}
+        times = {name: t.median_ms for name, t in interleaved(runs, rounds).items()}
         for name in ("export", "load"):
             report.add(str(dtype), name, times[name], times["copy"], f"{times[name] / times['copy']:.2f}")
-    print(report.write())
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--elements", type=int, default=32 << 20)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    print(measure(options.elements, options.rounds).write())
 
 
 if __name__ == "__main__":

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from statestream import FusedAdam
 from torch import Tensor
 
+from benchmarks.peers import imported, tried
 from benchmarks.runner import Report, Timing
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -82,7 +83,7 @@ def torch_fused(mode: Mode, lengths: list[int]) -> Callable[[], object] | None:
 
 
 def transformer_engine(mode: Mode, lengths: list[int]) -> Callable[[], object] | None:
-    made = _imported("transformer_engine.pytorch.optimizers", "FusedAdam")
+    made = imported("transformer_engine.pytorch.optimizers", "FusedAdam")
     if made is None:
         return None
     return made(
@@ -97,7 +98,7 @@ def transformer_engine(mode: Mode, lengths: list[int]) -> Callable[[], object] |
 
 def apex(mode: Mode, lengths: list[int]) -> Callable[[], object] | None:
     """apex keeps FP32 moments."""
-    made = _imported("apex.optimizers", "FusedAdam")
+    made = imported("apex.optimizers", "FusedAdam")
     if made is None or mode.moments is not FP32 or mode.master == "remainders":
         return None
     masters = mode.master == "fp32"
@@ -107,37 +108,17 @@ def apex(mode: Mode, lengths: list[int]) -> Callable[[], object] | None:
 PEERS = {"torch fused": torch_fused, "Transformer Engine": transformer_engine, "apex": apex}
 
 
-def _imported(module: str, name: str) -> type | None:
-    try:
-        return getattr(importlib.import_module(module), name)
-    except ImportError:
-        return None
-
-
 def contestants(mode: Mode, lengths: list[int]) -> tuple[dict[str, Callable[[], object]], list[str]]:
     """Everyone who takes the mode, after a step that makes the state; and what the others said."""
     runs, refused = {"statestream": statestream(mode, lengths)}, []
     runs["statestream"]()
     for name, make in PEERS.items():
-        run, error = _tried(make, mode, lengths)
+        run, error = tried(partial(make, mode, lengths))
         if error:
             refused.append(f"{name} refuses {mode.name}: {error}")
         elif run is not None:
             runs[name] = run
     return runs, refused
-
-
-def _tried(
-    make: Callable[[Mode, list[int]], Callable[[], object] | None], mode: Mode, lengths: list[int]
-) -> tuple[Callable[[], object] | None, str]:
-    """A peer's step after it ran once, or the first line of why it does not run."""
-    try:
-        run = make(mode, lengths)
-        if run is not None:
-            run()
-        return run, ""
-    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-        return None, (str(error) or type(error).__name__).splitlines()[0]
 
 
 def device_times(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -246,7 +227,7 @@ def main() -> None:
 
 def _installed(name: str) -> bool:
     module = {"Transformer Engine": "transformer_engine.pytorch.optimizers", "apex": "apex.optimizers"}[name]
-    return _imported(module, "FusedAdam") is not None
+    return imported(module, "FusedAdam") is not None
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the time goes is shown by a profile of the step's parts. python -m benchmarks.ov
 
 from __future__ import annotations
 
+import argparse
 import cProfile
 import pstats
 from collections.abc import Callable
@@ -15,11 +16,11 @@ from statestream import FusedAdam
 
 from benchmarks.runner import Report, interleaved
 
-COUNT, ELEMENTS = 1000, 64
+ELEMENTS = 64
 
 
-def stepper(make: Callable[[list], torch.optim.Optimizer], fresh: bool) -> Callable[[], None]:
-    params = [torch.nn.Parameter(torch.randn(ELEMENTS)) for _ in range(COUNT)]
+def stepper(make: Callable[[list], torch.optim.Optimizer], count: int, fresh: bool) -> Callable[[], None]:
+    params = [torch.nn.Parameter(torch.randn(ELEMENTS)) for _ in range(count)]
     gradients = [[torch.randn(ELEMENTS) for _ in params] for _ in range(2)]
     optimizer = make(params)
     turn = [0]
@@ -38,10 +39,23 @@ def stepper(make: Callable[[list], torch.optim.Optimizer], fresh: bool) -> Calla
     return step
 
 
-def main() -> None:
+def profile_of(step: Callable[[], None], times: int = 20) -> list[str]:
+    """Where a step goes, by own time: table lines."""
+    profile = cProfile.Profile()
+    for _ in range(times):
+        step.prepare()
+        profile.runcall(step)
+    stats = pstats.Stats(profile)
+    return [
+        f"| {function} ({file.rsplit('/', 1)[-1]}) | {calls // times} | {own / times * 1e3:.3f} |"
+        for (file, _, function), (_, calls, own, _, _) in sorted(stats.stats.items(), key=lambda s: -s[1][2])[:6]
+    ]
+
+
+def measure(count: int, rounds: int) -> Report:
     report = Report(
         "overhead",
-        f"step() on {COUNT:,} parameters of {ELEMENTS} elements",
+        f"step() on {count:,} parameters of {ELEMENTS} elements",
         ["gradients", "optimizer", "median ms", "to statestream"],
     )
     makers = {
@@ -50,29 +64,28 @@ def main() -> None:
         "torch foreach": lambda p: torch.optim.AdamW(p, foreach=True),
     }
     for fresh in (True, False):
-        steps = {name: stepper(make, fresh) for name, make in makers.items()}
-        timings = interleaved(steps, rounds=60)
+        steps = {name: stepper(make, count, fresh) for name, make in makers.items()}
+        timings = interleaved(steps, rounds)
         ours = timings["statestream"].median_ms
         for name, timing in timings.items():
             label = "new each step" if fresh else "unchanged"
             report.add(label, name, timing.median_ms, f"{timing.median_ms / ours:.1f} x")
-    step = stepper(makers["statestream"], True)
-    profile = cProfile.Profile()
-    for _ in range(20):
-        step.prepare()
-        profile.runcall(step)
-    lines = []
-    stats = pstats.Stats(profile)
-    for (file, _, function), (_, calls, own, _, _) in sorted(stats.stats.items(), key=lambda s: -s[1][2])[:6]:
-        lines.append(f"| {function} ({file.rsplit('/', 1)[-1]}) | {calls // 20} | {own / 20 * 1e3:.3f} |")
     report.notes += [
         "Where a step with new gradients goes, by own time under cProfile:",
         "",
         "| function | calls | ms |",
         "| --- | --- | --- |",
-        *lines,
+        *profile_of(stepper(makers["statestream"], count, True)),
     ]
-    print(report.write())
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parameters", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=60)
+    options = parser.parse_args()
+    print(measure(options.parameters, options.rounds).write())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -18,9 +19,12 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["RESULTS", "Report", "Timing", "interleaved", "machine_line"]
+__all__ = ["Report", "Timing", "interleaved", "machine_line", "results_folder"]
 
-RESULTS = Path(__file__).parent / "results"
+
+def results_folder() -> Path:
+    named = os.environ.get("STATESTREAM_RESULTS")
+    return Path(named) if named else Path(__file__).parent / "results"
 
 
 @dataclass
@@ -77,6 +81,8 @@ class Report:
     columns: list[str]
     rows: list[list[object]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    series: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """Points of curves, where there are some."""
     machine: str = field(default_factory=machine_line)
 
     def add(self, *row: object) -> None:
@@ -91,10 +97,14 @@ class Report:
         lines += ["", *self.notes]
         return "\n".join(lines).rstrip() + "\n"
 
-    def write(self, plot: Callable[[object], None] | None = None) -> Path:
-        """Writes results/<name>.json, .md and, with `plot(axes)`, .png; returns the Markdown's path."""
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{self.name}.md"
+    def write(self, plot: Callable[..., None] | None = None, panels: int = 1) -> Path:
+        """Writes <name>.json, .md and, with `plot(axes, ...)` of as many panels, .png; returns the Markdown's path.
+
+        Into results/ beside this file, or into the folder that STATESTREAM_RESULTS names.
+        """
+        folder = results_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.name}.md"
         path.write_text(self.markdown())
         path.with_suffix(".json").write_text(json.dumps(asdict(self), indent=1) + "\n")
         if plot is not None:
@@ -103,9 +113,9 @@ class Report:
             matplotlib.use("Agg")
             from matplotlib import pyplot
 
-            figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-            plot(axes)
-            axes.set_title(self.title, fontsize=10)
+            figure, axes = pyplot.subplots(1, panels, figsize=(3 + 4 * panels, 4), layout="constrained", squeeze=False)
+            plot(*axes[0])
+            figure.suptitle(self.title, fontsize=10)
             figure.savefig(path.with_suffix(".png"), dpi=120)
             pyplot.close(figure)
         return path

@@ -1,0 +1,68 @@
+"""Every benchmark runs, on little, and README holds no other figures than they wrote. No time is judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import readme
+
+ROOT = Path(__file__).parents[2]
+
+LITTLE = {
+    "cpu_step": ["--elements", "5000", "--rounds", "1"],
+    "overhead": ["--parameters", "10", "--rounds", "1"],
+    "export_time": ["--elements", "5000", "--rounds", "1"],
+    "offload_step": ["--gigabytes", "1", "--rounds", "1"],
+    "growth": ["--most-elements", "2000000", "--most-tensors", "10", "--streamed-elements", "300000", "--rounds", "1"],
+}
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"STATESTREAM_RESULTS": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.parametrize("name", LITTLE)
+def test_runs_and_writes_what_it_found(name, tmp_path):
+    done = run(tmp_path, f"benchmarks.{name}", *LITTLE[name])
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / f"{name}.json").read_text())
+    assert report["rows"] and all(len(row) == len(report["columns"]) for row in report["rows"])
+    assert f"torch {torch.__version__}" in report["machine"]
+    assert (tmp_path / f"{name}.md").read_text().startswith(f"# {report['title']}")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_without_a_gpu_its_benchmark_says_so_and_writes_nothing(tmp_path):
+    done = run(tmp_path, "benchmarks.gpu_step")
+    assert done.returncode == 1 and "no CUDA GPU" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_readme_has_the_figures_that_were_written_and_no_others():
+    text = readme.README.read_text()
+    assert readme.with_table(text) == text, "make them with: python -m benchmarks --table-only"
+
+
+def test_control_a_figure_that_was_typed_in_is_found():
+    text = readme.README.read_text()
+    typed = text.replace(readme.END, "| faster than anything | 100 x |\n" + readme.END)
+    assert readme.with_table(typed) == text
+
+
+def test_a_readme_without_a_place_for_figures_is_refused():
+    with pytest.raises(ValueError, match=r"README\.md: no place"):
+        readme.with_table("# statestream\n")
+
+
+def test_an_unknown_benchmark_is_one_clear_line(tmp_path):
+    done = run(tmp_path, "benchmarks", "nonsense")
+    assert done.returncode == 2 and "'nonsense' is no benchmark" in done.stderr and "Traceback" not in done.stderr
