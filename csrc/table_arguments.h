@@ -63,7 +63,7 @@ inline void check_scale(int64_t row, const char *what, int32_t format, uint64_t 
 
 // Joins the second table, twelve int64 a row; `extras` must outlive it.
 inline void add_extras(Table &table, const pybind11::buffer_info &extras) {
-  if (extras.itemsize != 8 || extras.ndim != 1 || extras.strides[0] != 8 || extras.size != 12 * table.n)
+  if (!holds_words(extras) || extras.size != 12 * table.n)
     throw std::invalid_argument("extras must be a contiguous buffer of 64-bit integers, twelve for each of " +
                                 std::to_string(table.n) + " rows");
   const TableFormats &f = table.formats;

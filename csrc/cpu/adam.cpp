@@ -13,10 +13,11 @@ void advance_steps(const TensorRow *rows, int64_t n) {
 }
 
 void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
-          double grad_scale, int threads) {
+          double grad_scale, int threads, const CallExtras &extras) {
   // The scalars too: a denormal eps would be flushed, and lr / bc1 rounded as the caller rounds.
   const DefaultFloatingPoint environment;
-  const AdamRange range = form.adam(formats);
+  const AdamRange hot = extras.stochastic ? nullptr : form.adam(formats);
+  const GenericCall call{formats, extras.seed, extras.stochastic};
   std::vector<AdamScalars<float>> scalars(n);
   std::vector<int64_t> first_chunk(n);
   int64_t chunks = 0, elements = 0;
@@ -31,14 +32,20 @@ void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, 
   // Below a chunk's worth a thread costs more than it brings.
   threads = (int)std::min<int64_t>(threads, chunks_of(elements, kChunkElements));
 
+  const auto update = [&](int64_t i, int64_t begin, int64_t end) {
+    if (hot)
+      hot(rows[i], scalars[i], begin, end);
+    else
+      form.generic(call, rows[i], extras.rows ? extras.rows + i : nullptr, scalars[i], begin, end);
+  };
   if (threads <= 1) {
-    parallel_for(n, 1, [&](int64_t i) { range(rows[i], scalars[i], 0, rows[i].numel); });
+    parallel_for(n, 1, [&](int64_t i) { update(i, 0, rows[i].numel); });
     return;
   }
   parallel_for(chunks, threads, [&](int64_t chunk) {
     const int64_t i = row_of_chunk(first_chunk.data(), n, chunk);
     const int64_t begin = (chunk - first_chunk[i]) * kChunkElements;
-    range(rows[i], scalars[i], begin, std::min(begin + kChunkElements, rows[i].numel));
+    update(i, begin, std::min(begin + kChunkElements, rows[i].numel));
   });
 }
 

@@ -7,12 +7,24 @@ namespace statestream {
 // Adds one to each row's step counter, rows without elements included.
 void advance_steps(const TensorRow *rows, int64_t n);
 
+// Scales, indices and randomness of a call's rows, where it needs them (tensor_table.h).
+struct CallExtras {
+  const RowExtras *rows = nullptr;
+  uint64_t seed = 0;
+  int32_t stochastic = 0;  // flags of StochasticTensor
+};
+
 // Updates every row by its step counter as it stands.
 void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
-          double grad_scale, int threads);
+          double grad_scale, int threads, const CallExtras &extras = {});
 
-void decode(const Form &form, int32_t format, const void *from, float *to, int64_t n, int threads);
-void encode(const Form &form, int32_t format, const float *from, void *to, int64_t n, int threads);
-void refresh_master(const Form &form, const uint16_t *weight, float *master, int64_t n, int threads);
+// Of a scaled format, `scale` is the first element's and the first element starts a block. `root`: the
+// format holds square roots.
+void decode(const Form &form, int32_t format, const void *from, float *to, int64_t n, int threads,
+            const float *scale = nullptr, bool root = false);
+void encode(const Form &form, int32_t format, const float *from, void *to, int64_t n, int threads,
+            float *scale = nullptr, bool root = false);
+void refresh_master(const Form &form, const void *weight, void *master, int64_t n, int threads,
+                    int32_t param_format = kBFloat16, int32_t master_format = kFloat32, float *scale = nullptr);
 
 }  // namespace statestream

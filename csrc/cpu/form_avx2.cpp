@@ -2,10 +2,12 @@
 #if defined(__x86_64__)
 #include "vector_avx2.h"
 // The vector comes first: the loops are written over it.
-#include "form_kernels.h"
+#include "convert_kernels.h"
+#include "generic_kernel.h"
 
 namespace statestream {
 static bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-const Form kAvx2Form = {"avx2", supported, choose_adam, choose_decode, choose_encode, refresh_range};
+const Form kAvx2Form = {"avx2",        supported,     choose_adam,   GenericKernel::range,
+                        choose_decode, choose_encode, choose_refresh};
 }  // namespace statestream
 #endif

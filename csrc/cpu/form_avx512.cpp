@@ -2,13 +2,15 @@
 #if defined(__x86_64__)
 #include "vector_avx512.h"
 // The vector comes first: the loops are written over it.
-#include "form_kernels.h"
+#include "convert_kernels.h"
+#include "generic_kernel.h"
 
 namespace statestream {
 static bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-const Form kAvx512Form = {"avx512", supported, choose_adam, choose_decode, choose_encode, refresh_range};
+const Form kAvx512Form = {"avx512",      supported,     choose_adam,   GenericKernel::range,
+                          choose_decode, choose_encode, choose_refresh};
 }  // namespace statestream
 #endif

@@ -2,10 +2,12 @@
 #if defined(__x86_64__)
 #include "vector_avx512.h"
 // The vector comes first: the loops are written over it.
-#include "form_kernels.h"
+#include "convert_kernels.h"
+#include "generic_kernel.h"
 
 namespace statestream {
 static bool supported() { return kAvx512Form.supported() && __builtin_cpu_supports("avx512bf16"); }
-const Form kAvx512Bf16Form = {"avx512bf16", supported, choose_adam, choose_decode, choose_encode, refresh_range};
+const Form kAvx512Bf16Form = {"avx512bf16",  supported,     choose_adam,   GenericKernel::range,
+                              choose_decode, choose_encode, choose_refresh};
 }  // namespace statestream
 #endif

@@ -1,4 +1,4 @@
-// The loops, over whichever Vector the including file chose. Everything here has internal linkage:
+// The hot loops of the update, over whichever Vector the including file chose. Everything here has internal linkage:
 // the linker must never take one form's code for another's.
 #pragma once
 #include "forms.h"
@@ -147,50 +147,6 @@ statestream::AdamRange choose_adam(const TableFormats &f) {
     case statestream::kRemainder: return choose_grad<RemainderWeight>(f);
     default: return nullptr;
   }
-}
-
-template <class From, class To>
-void convert_range(const typename From::Type *from, typename To::Type *to, int64_t begin, int64_t end) {
-  int64_t i = begin;
-  for (; i + kWidth <= end; i += kWidth) To::store(to + i, From::load(from + i));
-  if (i == end) return;
-  typename From::Type in[kWidth] = {};
-  typename To::Type out[kWidth];
-  const int64_t n = end - i;
-  memcpy(in, from + i, n * sizeof *in);
-  To::store(out, From::load(in));
-  memcpy(to + i, out, n * sizeof *out);
-}
-
-template <class From>
-void decode_range(const void *from, float *to, int64_t begin, int64_t end) {
-  convert_range<From, Float32>((const typename From::Type *)from, to, begin, end);
-}
-
-template <class To>
-void encode_range(const float *from, void *to, int64_t begin, int64_t end) {
-  convert_range<Float32, To>(from, (typename To::Type *)to, begin, end);
-}
-
-statestream::DecodeRange choose_decode(int32_t format) {
-  switch (format) {
-    case statestream::kFloat32: return decode_range<Float32>;
-    case statestream::kBFloat16: return decode_range<BFloat16>;
-    default: return nullptr;
-  }
-}
-
-statestream::EncodeRange choose_encode(int32_t format) {
-  switch (format) {
-    case statestream::kFloat32: return encode_range<Float32>;
-    case statestream::kBFloat16: return encode_range<BFloat16>;
-    default: return nullptr;
-  }
-}
-
-void refresh_range(const uint16_t *weight, float *master, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i)
-    if (statestream::bfloat16_store_bits(master[i]) != weight[i]) master[i] = statestream::bfloat16_load(weight[i]);
 }
 
 }  // namespace

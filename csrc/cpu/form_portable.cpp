@@ -1,8 +1,10 @@
 #include "vector_portable.h"
 // The vector comes first: the loops are written over it.
-#include "form_kernels.h"
+#include "convert_kernels.h"
+#include "generic_kernel.h"
 
 namespace statestream {
 static bool supported() { return true; }
-const Form kPortableForm = {"portable", supported, choose_adam, choose_decode, choose_encode, refresh_range};
+const Form kPortableForm = {"portable",    supported,     choose_adam,   GenericKernel::range,
+                            choose_decode, choose_encode, choose_refresh};
 }  // namespace statestream

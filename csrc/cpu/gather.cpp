@@ -30,14 +30,24 @@ struct DlExchangeApi {
 };
 
 constexpr int32_t kDlCpu = 1;
-constexpr uint8_t kDlInt = 0, kDlFloat = 2, kDlBfloat = 4;
+constexpr uint8_t kDlInt = 0, kDlUint = 1, kDlFloat = 2, kDlBfloat = 4;
 
+// Of a parameter, a gradient or a counter.
 int32_t format_of(const DlTensor &t) {
   if (t.type_lanes != 1) return kNone;
   if (t.type_code == kDlFloat && t.type_bits == 32) return kFloat32;
   if (t.type_code == kDlBfloat && t.type_bits == 16) return kBFloat16;
-  if (t.type_code == kDlInt && t.type_bits == 16) return kRemainder;
+  if (t.type_code == kDlFloat && t.type_bits == 16) return kFloat16;
   return kNone;
+}
+
+// Of a moment or a master.
+int32_t state_format_of(const DlTensor &t) {
+  if (t.type_lanes != 1) return kNone;
+  if (t.type_code == kDlFloat && t.type_bits == 16) return kScaledFloat16;
+  if (t.type_code == kDlUint && t.type_bits == 8) return kScaledFloat8;
+  if (t.type_code == kDlInt && t.type_bits == 16) return kRemainder;
+  return format_of(t);
 }
 
 uint64_t address_of(const DlTensor &t) { return (uint64_t)t.data + t.byte_offset; }
@@ -124,7 +134,7 @@ class Gatherer {
   }
 
   bool read_state(PyObject *state, const py::str &name, const DlTensor &param, int32_t format, DlTensor *out) {
-    return read(PyDict_GetItem(state, name.ptr()), out) && format_of(*out) == format &&
+    return read(PyDict_GetItem(state, name.ptr()), out) && state_format_of(*out) == format &&
            same_shape_contiguous_and_place(param, *out);
   }
 

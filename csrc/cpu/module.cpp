@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <optional>
 #include <vector>
 
 #include "../table_arguments.h"
@@ -64,67 +65,81 @@ PYBIND11_MODULE(_cpu, m) {
   m.def("form", [] { return current_form.load()->name; });
   m.def("use_form", use_form, py::arg("name"));
 
-  m.def(
-      "has_adam", [](const py::tuple &formats) { return current_form.load()->adam(formats_from(formats)) != nullptr; },
-      py::arg("formats"));
+  m.def("has_adam", [](const py::tuple &formats) { return has_kernel(formats_from(formats)); }, py::arg("formats"));
 
   m.def(
       "adam",
       [](const py::buffer &rows, const py::tuple &formats, double lr, double beta1, double beta2, double eps,
          double weight_decay, bool decoupled, bool bias_correction, bool maximize, double grad_scale, bool advance,
-         int threads) {
+         int threads, const std::optional<py::buffer> &extras, uint64_t seed, int32_t stochastic) {
         const py::buffer_info info = rows.request();
-        const Table table = table_from(info, formats_from(formats));
-        const Form &form = *current_form.load();
-        known(form.adam(table.formats));
+        Table table = table_from(info, formats_from(formats));
+        if (!has_kernel(table.formats)) throw std::invalid_argument("no CPU kernel for these formats");
+        const py::buffer_info extras_info = extras ? extras->request() : py::buffer_info();
+        if (extras) add_extras(table, extras_info);
+        check_stochastic(table, stochastic);
         checked_threads(threads);
+        const Form &form = *current_form.load();
         const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction, maximize};
         py::gil_scoped_release nogil;
         if (advance) advance_steps(table.rows, table.n);
-        adam(form, table.formats, table.rows, table.n, options, grad_scale, threads);
+        adam(form, table.formats, table.rows, table.n, options, grad_scale, threads, {table.extras, seed, stochastic});
       },
       py::arg("rows"), py::arg("formats"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
       py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("bias_correction"), py::arg("maximize"),
-      py::arg("grad_scale"), py::arg("advance"), py::arg("threads"),
-      "One update of every row; advance: add one to each row's step counter first.");
+      py::arg("grad_scale"), py::arg("advance"), py::arg("threads"), py::arg("extras") = py::none(),
+      py::arg("seed") = 0, py::arg("stochastic") = 0,
+      "One update of every row; advance: add one to each row's step counter first.\n\n"
+      "extras: twelve words a row (tensor_table.h), for scaled formats and stochastic. stochastic: 1 exp_avg, 2\n"
+      "exp_avg_sq, 4 param, rounded by random bits of the seed.");
 
   m.def(
       "decode",
-      [](int32_t format, uint64_t from, uint64_t to, int64_t n, int threads) {
+      [](int32_t format, uint64_t from, uint64_t to, int64_t n, int threads, uint64_t scale, bool root) {
         const Form &form = *current_form.load();
-        known(form.decode(format));
+        known(form.decode(format, root));
         check_slice(from, format_bytes(format), to, 4, n);
+        check_scale(0, "scale", format, scale, n);
         checked_threads(threads);
         py::gil_scoped_release nogil;
-        decode(form, format, (const void *)from, (float *)to, n, threads);
+        decode(form, format, (const void *)from, (float *)to, n, threads, (const float *)scale, root);
       },
       py::arg("format"), py::arg("source"), py::arg("destination"), py::arg("n"), py::arg("threads"),
-      "n elements of a state to FP32.");
+      py::arg("scale") = 0, py::arg("root") = false,
+      "n elements of a state to FP32. Of a scaled format they start a block, whose scale is at `scale`; with root the\n"
+      "state is of square roots.");
 
   m.def(
       "encode",
-      [](int32_t format, uint64_t from, uint64_t to, int64_t n, int threads) {
+      [](int32_t format, uint64_t from, uint64_t to, int64_t n, int threads, uint64_t scale, bool root) {
         const Form &form = *current_form.load();
-        known(form.encode(format));
+        known(form.encode(format, root));
         check_slice(from, 4, to, format_bytes(format), n);
+        check_scale(0, "scale", format, scale, n);
         checked_threads(threads);
         py::gil_scoped_release nogil;
-        encode(form, format, (const float *)from, (void *)to, n, threads);
+        encode(form, format, (const float *)from, (void *)to, n, threads, (float *)scale, root);
       },
       py::arg("format"), py::arg("source"), py::arg("destination"), py::arg("n"), py::arg("threads"),
-      "n elements of a state from FP32.");
+      py::arg("scale") = 0, py::arg("root") = false,
+      "n elements of a state from FP32, to nearest; scales are written.");
 
   m.def(
       "refresh_master",
-      [](uint64_t weight, uint64_t master, int64_t n, int threads) {
-        check_slice(weight, 2, master, 4, n);
-        checked_threads(threads);
+      [](uint64_t weight, uint64_t master, int64_t n, int threads, int32_t param_format, int32_t master_format,
+         uint64_t scale) {
         const Form &form = *current_form.load();
+        known(form.refresh(param_format, master_format));
+        check_slice(weight, format_bytes(param_format), master, format_bytes(master_format), n);
+        check_scale(0, "scale", master_format, scale, n);
+        checked_threads(threads);
         py::gil_scoped_release nogil;
-        refresh_master(form, (const uint16_t *)weight, (float *)master, n, threads);
+        refresh_master(form, (const void *)weight, (void *)master, n, threads, param_format, master_format,
+                       (float *)scale);
       },
       py::arg("weight"), py::arg("master"), py::arg("n"), py::arg("threads"),
-      "Sets the FP32 master to the BF16 weight where it does not round to it.");
+      py::arg("param_format") = (int32_t)kBFloat16, py::arg("master_format") = (int32_t)kFloat32, py::arg("scale") = 0,
+      "Sets the master to the weight where it does not round to it.");
 
   m.def(
       "gather",

@@ -18,11 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from statestream.row_extras import scale_address
 from statestream.tensors import is_fake
 
 __all__ = [
     "NONE",
     "ROW_WORDS",
+    "STOCHASTIC_EXP_AVG",
+    "STOCHASTIC_EXP_AVG_SQ",
+    "STOCHASTIC_PARAM",
     "AdamOptions",
     "DeviceScalars",
     "Formats",
@@ -36,12 +40,23 @@ __all__ = [
     "num_threads",
     "refresh_master",
     "row",
+    "state_format_of",
 ]
 
-NONE, FLOAT32, BFLOAT16, REMAINDER = 0, 1, 2, 3
+NONE, FLOAT32, BFLOAT16, REMAINDER, FLOAT16, SCALED_FLOAT16, SCALED_FLOAT8 = range(7)
 """Codes of number_formats.h."""
 
-_CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.int16: REMAINDER}
+_CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_STATE_CODES = {
+    torch.float32: FLOAT32,
+    torch.bfloat16: BFLOAT16,
+    torch.float16: SCALED_FLOAT16,
+    torch.uint8: SCALED_FLOAT8,
+    torch.int16: REMAINDER,
+}
+
+STOCHASTIC_EXP_AVG, STOCHASTIC_EXP_AVG_SQ, STOCHASTIC_PARAM = 1, 2, 4
+"""Flags of what an update rounds by random bits."""
 
 _EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 """torch's table of C functions for reading a tensor's address and layout; torch 2.9 has none."""
@@ -111,8 +126,13 @@ class DeviceScalars:
 
 
 def format_of(tensor: Tensor) -> int:
-    """The code of a tensor's dtype; KeyError for a dtype that no kernel stores."""
+    """The code of a parameter's or a gradient's dtype; KeyError for a dtype that no kernel reads."""
     return _CODES[tensor.dtype]
+
+
+def state_format_of(tensor: Tensor) -> int:
+    """The code of a moment's or a master's dtype: float16 and uint8 (E4M3) are scaled. KeyError for others."""
+    return _STATE_CODES[tensor.dtype]
 
 
 def num_threads() -> int:
@@ -177,9 +197,9 @@ def gather(
         grad_name,
         states,
         _PLAIN_TYPES,
-        exp_avg=_CODES[exp_avg],
-        exp_avg_sq=_CODES[exp_avg_sq],
-        master=NONE if master is None else _CODES[master],
+        exp_avg=_STATE_CODES[exp_avg],
+        exp_avg_sq=_STATE_CODES[exp_avg_sq],
+        master=NONE if master is None else _STATE_CODES[master],
         step_on_device=step_on_device,
     )
     calls = []
@@ -206,6 +226,9 @@ def adam(
     advance: bool = True,
     scalars: DeviceScalars | None = None,
     threads: int | None = None,
+    extras: array | None = None,
+    seed: int = 0,
+    stochastic: int = 0,
 ) -> None:
     """Updates every row in place, once; on CUDA it is queued on the current stream.
 
@@ -213,9 +236,18 @@ def adam(
     to each row's step counter first; without it the counters are used as they stand, for callers that
     update one parameter in several calls. Step counters are in host memory, unless `scalars` is given:
     then they are on the device, each row's own, and the host reads nothing.
+
+    `extras` is an array('q') of a row_extras.extras_row a row, needed where a format is scaled or something
+    is rounded by random bits: the tensors of the flags `stochastic` (each stored as bfloat16 or scaled, a
+    param without master), and an exp_avg_sq in a scaled format always. The bits hang on `seed` (64 bits),
+    the row's ordinal and step, and each element's global index. ValueError where extras are missing, not
+    one a row, or scales are; where a flag is of a tensor that takes none; where a scaled row does not start
+    a block.
     """
     if not rows:
         return
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed: found {seed}; expected an integer of 64 bits, from 0 on")
     if device.type == "cpu" and scalars is not None:
         if scalars.found_inf is not None and scalars.found_inf.item():
             return
@@ -236,6 +268,8 @@ def adam(
                 grad_scale_address=_address(scalars.grad_scale, device),
                 found_inf_address=_address(scalars.found_inf, device),
             )
+    if extras is not None or stochastic:
+        where.update(extras=extras, seed=seed, stochastic=stochastic)
     _module_for(device).adam(
         rows,
         tuple(formats),
@@ -267,39 +301,65 @@ def advance_steps(device: torch.device, steps: list[Tensor], found_inf: Tensor |
     _module_for(device).advance_steps(counters, **_place(device), found_inf_address=_address(found_inf, device))
 
 
-def decode(state: Tensor, out: Tensor) -> None:
-    """Writes the FP32 values of a contiguous 1-D slice of a state into `out`, same device, same count."""
+def decode(state: Tensor, out: Tensor, *, scale: Tensor | None = None, root: bool = False, first: int = 0) -> None:
+    """Writes the FP32 values of a contiguous 1-D slice of a state into `out`, same device, same count.
+
+    Of a scaled state (float16, uint8) `scale` holds the whole tensor's scales, and the slice is element
+    `first` on, whole blocks of 256; with `root` it holds square roots, as exp_avg_sq does.
+    """
     _check_slice(state, out)
-    code = format_of(state)
+    code, where = _stored(state, scale, first, root)
     if is_fake(state) or is_fake(out):
         return
-    _convert(state.device, "decode", code, state.data_ptr(), out.data_ptr(), state.numel())
+    _convert(state.device, "decode", code, state.data_ptr(), out.data_ptr(), state.numel(), **where)
 
 
-def encode(values: Tensor, state: Tensor) -> None:
-    """Writes FP32 `values` into a contiguous 1-D slice of a state, rounding to its format."""
+def encode(values: Tensor, state: Tensor, *, scale: Tensor | None = None, root: bool = False, first: int = 0) -> None:
+    """Writes FP32 `values` into a contiguous 1-D slice of a state, rounding to its format's nearest.
+
+    Of a scaled state the slice's part of `scale` is written as well; the arguments are those of decode.
+    """
     _check_slice(state, values)
-    code = format_of(state)
+    code, where = _stored(state, scale, first, root)
     if is_fake(state) or is_fake(values):
         return
-    _convert(state.device, "encode", code, values.data_ptr(), state.data_ptr(), state.numel())
+    _convert(state.device, "encode", code, values.data_ptr(), state.data_ptr(), state.numel(), **where)
 
 
-def refresh_master(param: Tensor, master: Tensor) -> None:
-    """Where the FP32 master does not round to the BF16 parameter, the parameter's value replaces it.
+def refresh_master(param: Tensor, master: Tensor, *, scale: Tensor | None = None, first: int = 0) -> None:
+    """Where the master (float32, or float16 with its `scale`) does not round to the bfloat16 or float16
+    parameter, the parameter's value replaces it. `scale` and `first` are as in decode.
 
     ValueError where their counts differ.
     """
     if master.numel() != param.numel():
         raise ValueError(f"master_param: found {master.numel()} elements; expected the parameter's {param.numel()}")
+    code, where = _stored(master, scale, first)
+    if (param.dtype, code) != (torch.bfloat16, FLOAT32):
+        where.update(param_format=format_of(param), master_format=code)
     if is_fake(param) or is_fake(master):
         return
-    _convert(param.device, "refresh_master", param.data_ptr(), master.data_ptr(), param.numel())
+    _convert(param.device, "refresh_master", param.data_ptr(), master.data_ptr(), param.numel(), **where)
 
 
-def _convert(device: torch.device, what: str, *arguments: int) -> None:
+def _convert(device: torch.device, what: str, *arguments: int, **options: int) -> None:
     where = _place(device) if device.type == "cuda" else {"threads": num_threads()}
-    getattr(_module_for(device), what)(*arguments, **where)
+    getattr(_module_for(device), what)(*arguments, **where, **options)
+
+
+def _stored(state: Tensor, scale: Tensor | None, first: int, root: bool = False) -> tuple[int, dict[str, int]]:
+    """The code of a state, and what a conversion is told of its scales."""
+    code = state_format_of(state)
+    if code not in (SCALED_FLOAT16, SCALED_FLOAT8):
+        if scale is not None or root:
+            raise ValueError(f"scale: a state of {state.dtype} has no scales, and holds no roots")
+        return code, {}
+    if scale is None:
+        raise ValueError(f"scale: a state of {state.dtype} needs the float32 scales of its blocks of 256 elements")
+    if scale.device != state.device:
+        raise ValueError(f"scale: found on {scale.device}; expected on {state.device}, where the state is")
+    where = {"scale": scale_address("scale", scale, first, state.numel())}
+    return code, {**where, "root": True} if root else where
 
 
 def _check_slice(state: Tensor, values: Tensor) -> None:

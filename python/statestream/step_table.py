@@ -121,9 +121,9 @@ class StepTable:
         formats = Formats(
             kernels.format_of(target),
             kernels.format_of(grad),
-            kernels.format_of(exp_avg),
-            kernels.format_of(exp_avg_sq),
-            kernels.NONE if master is None else kernels.format_of(master),
+            kernels.state_format_of(exp_avg),
+            kernels.state_format_of(exp_avg_sq),
+            kernels.NONE if master is None else kernels.state_format_of(master),
         )
         call = calls.setdefault((local.device, formats), Call(local.device, formats))
         call.rows.extend(kernels.row(target, grad, exp_avg, exp_avg_sq, master, tensors[STEP]))

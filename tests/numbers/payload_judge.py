@@ -101,6 +101,23 @@ def stored_root_nearest(kind: Kind, v: np.ndarray, scale: np.ndarray | float) ->
     return np.where((patterns == 0) & (v != 0), 1, patterns).astype(np.uint32)
 
 
+def stored_stochastic(
+    kind: Kind, x: np.ndarray, scale: np.ndarray | float, random: np.ndarray, *, root: bool = False
+) -> np.ndarray:
+    """The same rounded up where 16 random bits and the first 16 of the part cut off carry into the next number."""
+    x = np.asarray(x, np.float32)
+    with np.errstate(invalid="ignore"):
+        y = (np.sqrt(x) if root else x).astype(np.float64)
+    magnitude = np.abs(np.where(np.isfinite(y), y, 0.0)) / scale
+    numbers = magnitudes(kind)
+    below, above = neighbours(kind, magnitude)
+    gap = np.where(above > below, numbers[above] - numbers[below], 1.0)
+    cut_off = np.floor((magnitude - numbers[below]) / gap * 65536)
+    up = (above > below) & (cut_off + random >= 65536)
+    patterns = _with_sign_and_specials(kind, y, np.where(up, above, below))
+    return np.where(root & (patterns == 0) & (x != 0), 1, patterns).astype(np.uint32)
+
+
 def loaded(kind: Kind, payloads: np.ndarray, scale: np.ndarray | float, *, root: bool) -> np.ndarray:
     """float64 of payloads under a scale: what FP32 must hold exactly."""
     x = values(kind)[payloads] * scale
@@ -135,9 +152,31 @@ def scale_of(kind: Kind, block: np.ndarray, *, root: bool) -> float:
     return next(fitting, 2.0 ** exponents[-1])
 
 
-def philox4x32(counter: list[int], key: list[int], rounds: int = 10) -> list[int]:
+def stored_tensor(
+    kind: Kind, x: np.ndarray, *, root: bool, random: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Payloads (uint32) and scales (float32) of a whole tensor, to nearest or by 16 random bits an element."""
+    payloads, scales = np.empty(x.size, np.uint32), np.empty(-(-x.size // BLOCK), np.float32)
+    for block, begin in enumerate(range(0, x.size, BLOCK)):
+        part = slice(begin, begin + BLOCK)
+        scale = scale_of(kind, x[part], root=root)
+        if random is not None:
+            payloads[part] = stored_stochastic(kind, x[part], scale, random[part], root=root)
+        else:
+            payloads[part] = (stored_root_nearest if root else stored_nearest)(kind, x[part], scale)
+        scales[block] = scale
+    return payloads, scales
+
+
+def loaded_tensor(kind: Kind, payloads: np.ndarray, scales: np.ndarray, *, root: bool) -> np.ndarray:
+    """float32 of a whole tensor's payloads."""
+    each = np.repeat(scales.astype(np.float64), BLOCK)[: payloads.size]
+    return loaded(kind, payloads, each, root=root).astype(np.float32)
+
+
+def philox4x32(counter: list, key: list, rounds: int = 10) -> list:
     """Philox of Salmon et al. 2011, section 3.3: two words multiplied, halves exchanged and mixed with a key
-    that grows by a Weyl sequence."""
+    that grows by a Weyl sequence. Words are integers, or arrays of uint64 that hold 32 bits each."""
     (r0, l0, r1, l1), (k0, k1), mask = counter, key, 2**32 - 1
     for _ in range(rounds):
         high0, low0 = divmod(r0 * 0xD2511F53, 2**32)
@@ -147,9 +186,11 @@ def philox4x32(counter: list[int], key: list[int], rounds: int = 10) -> list[int
     return [r0, l0, r1, l1]
 
 
-def random_bits(seed: int, ordinal: int, tensor: int, step: int, global_index: int) -> int:
-    """The 16 bits of one element."""
-    group = global_index // 8
-    counter = [group % 2**32, group // 2**32, ordinal, 4 * step + tensor]
-    words = philox4x32(counter, [seed % 2**32, seed // 2**32])
-    return words[global_index % 8 // 2] >> 16 * (global_index % 2) & 0xFFFF
+def random_bits(seed: int, ordinal: int, tensor: int, step: int, indices: np.ndarray) -> np.ndarray:
+    """The 16 bits of each element, by its global index."""
+    indices = np.asarray(indices, np.uint64)
+    group = indices // 8
+    rest = [np.full_like(group, ordinal), np.full_like(group, 4 * step + tensor)]
+    words = philox4x32([group % 2**32, group // 2**32, *rest], [seed % 2**32, seed // 2**32])
+    chosen = np.choose((indices % 8 // 2).astype(np.int64), words)
+    return np.where(indices % 2 == 0, chosen % 65536, chosen // 65536).astype(np.uint32)

@@ -28,6 +28,15 @@ def round_to_bfloat16(patterns: np.ndarray) -> np.ndarray:
     return np.where(is_nan(patterns), QUIET_NAN_16, high + up).astype(np.uint16)
 
 
+def round_to_bfloat16_randomly(patterns: np.ndarray, random: np.ndarray) -> np.ndarray:
+    """The same rounded away from zero where 16 random bits reach what the cut-off half lacks of a unit; to
+    nearest where that could make an infinity, and where nothing is finite."""
+    high, cut = patterns >> 16, patterns & 0xFFFF
+    up = random >= 0x10000 - cut.astype(np.int64)
+    ordinary = (patterns & 0x7FFFFFFF) <= 0x7F7F0000
+    return np.where(ordinary, high + up, round_to_bfloat16(patterns)).astype(np.uint16)
+
+
 def store_float32(patterns: np.ndarray) -> np.ndarray:
     """FP32 patterns as they are stored: any NaN is the one quiet NaN."""
     return np.where(is_nan(patterns), np.uint32(QUIET_NAN_32), patterns)

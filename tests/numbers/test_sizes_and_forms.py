@@ -15,6 +15,7 @@ from kernel_runner import (
     CHUNK,
     CPU,
     FORMS,
+    GENERIC_DTYPES,
     I16,
     Dtypes,
     Guarded,
@@ -124,8 +125,9 @@ def test_equal_elements_stay_equal_in_body_head_and_tail(dtypes, form):
 
 
 def test_the_formats_with_a_kernel_are_these_and_no_others(form):
-    here = {d.formats for d in ALL_DTYPES}
-    codes = range(-1, 6)
+    here = {d.formats for d in (*ALL_DTYPES, *GENERIC_DTYPES)}
+    assert len(here) == 8 * 3 * 4 * 4
+    codes = range(-1, 8)
     for formats in itertools.product(codes, repeat=5):
         known = kernels.has_adam(CPU, kernels.Formats(*formats))
         assert known == (formats in here), formats

@@ -226,7 +226,7 @@ class ElementRanges(Units):
         state = self.inner.state[param]
         self.inner.form.follow(param, state)
         tensors = [local_of(state[kind]) if kind in state else None for kind in KINDS]
-        codes = [kernels.NONE if t is None else kernels.format_of(t) for t in tensors]
+        codes = [kernels.NONE if t is None else kernels.state_format_of(t) for t in tensors]
         formats = Formats(kernels.format_of(local), kernels.format_of(grad), *codes)
         refresh = formats.master == kernels.FLOAT32 and table.was_written(param, local)
         itemsizes = tuple(0 if t is None else t.element_size() for t in tensors)

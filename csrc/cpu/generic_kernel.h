@@ -1,0 +1,150 @@
+// One kernel for every combination of formats that form_kernels.h has none for, and for random rounding: a
+// block of 256 elements at a time through FP32 on the stack, by the same update over the same Vector.
+#pragma once
+#include "block_formats.h"
+#include "random_runs.h"
+
+namespace {
+
+using statestream::GenericCall;
+
+// Addresses of a block's first elements and of its scales; null where there is none.
+struct BlockStreams {
+  char *param, *grad, *exp_avg, *exp_avg_sq, *master;
+  float *exp_avg_scale, *exp_avg_sq_scale, *master_scale;
+};
+
+// Random bits of the three tensors; null: to nearest.
+struct BlockRandom {
+  const uint16_t *exp_avg, *exp_avg_sq, *param;
+};
+
+struct GenericKernel {
+  // Where a block's FP32 numbers are: in place, or decoded into `scratch`.
+  template <bool kRoot = false>
+  static float *loaded(int32_t format, char *from, const float *scale, float *scratch) {
+    switch (format) {
+      case statestream::kFloat32: return (float *)from;
+      case statestream::kBFloat16:
+        for (int i = 0; i < kBlock; i += kWidth) store_float32(scratch + i, load_bfloat16((uint16_t *)from + i));
+        break;
+      case statestream::kFloat16: load_payloads<Float16Payload, false>(from, 1.0f, scratch); break;
+      default: load_scaled<kRoot>(format, from, *scale, scratch);
+    }
+    return scratch;
+  }
+
+  // From where `loaded` put them.
+  template <bool kRoot = false>
+  static void store(int32_t format, const float *x, const uint16_t *random, char *to, float *scale) {
+    switch (format) {
+      case statestream::kFloat32: break;
+      case statestream::kBFloat16:
+        if (random)
+          store_bfloat16_randomly(x, random, (uint16_t *)to);
+        else
+          for (int i = 0; i < kBlock; i += kWidth) store_bfloat16((uint16_t *)to + i, load_float32(x + i));
+        break;
+      case statestream::kFloat16: store_float16(x, (uint16_t *)to); break;
+      default: store_scaled<kRoot>(format, x, random, to, scale);
+    }
+  }
+
+  static float *loaded_weight(const TableFormats &f, const BlockStreams &a, float *scratch) {
+    if (f.master == statestream::kNone) return loaded(f.param, a.param, nullptr, scratch);
+    if (f.master != statestream::kRemainder) return loaded(f.master, a.master, a.master_scale, scratch);
+    for (int i = 0; i < kBlock; i += kWidth)
+      store_float32(scratch + i, join_masters((uint16_t *)a.param + i, (uint16_t *)a.master + i));
+    return scratch;
+  }
+
+  static void store_weight(const TableFormats &f, float *p, const uint16_t *random, const BlockStreams &a) {
+    if (f.master == statestream::kRemainder) {
+      for (int i = 0; i < kBlock; i += kWidth)
+        split_masters((uint16_t *)a.param + i, (uint16_t *)a.master + i, load_float32(p + i));
+      return;
+    }
+    if (f.master != statestream::kNone) store(f.master, p, nullptr, a.master, a.master_scale);
+    // The parameter is its master as stored, rounded: one that is not was written from outside.
+    if (statestream::is_scaled(f.master)) load_scaled<false>(f.master, a.master, *a.master_scale, p);
+    store(f.param, p, random, a.param, nullptr);
+  }
+
+  static void update_block(const TableFormats &f, const BlockStreams &a, const BlockRandom &random,
+                           const AdamScalars<Vector> &s) {
+    alignas(64) float scratch[4][kBlock];
+    float *p = loaded_weight(f, a, scratch[0]);
+    const float *g = loaded(f.grad, a.grad, nullptr, scratch[1]);
+    float *m = loaded(f.exp_avg, a.exp_avg, a.exp_avg_scale, scratch[2]);
+    float *v = loaded<true>(f.exp_avg_sq, a.exp_avg_sq, a.exp_avg_sq_scale, scratch[3]);
+    for (int i = 0; i < kBlock; i += kWidth) {
+      Vector weight = load_float32(p + i), exp_avg = load_float32(m + i), exp_avg_sq = load_float32(v + i);
+      statestream::adam_update(weight, load_float32(g + i), exp_avg, exp_avg_sq, s);
+      store_float32(p + i, weight);
+      store_float32(m + i, exp_avg);
+      store_float32(v + i, exp_avg_sq);
+    }
+    store_weight(f, p, random.param, a);
+    store(f.exp_avg, m, random.exp_avg, a.exp_avg, a.exp_avg_scale);
+    store<true>(f.exp_avg_sq, v, random.exp_avg_sq, a.exp_avg_sq, a.exp_avg_sq_scale);
+  }
+
+  // Fewer than a block: through copies padded with zeros, which stay zeros and so count in no scale.
+  static void update_short_block(const TableFormats &f, const BlockStreams &a, const BlockRandom &random,
+                                 const AdamScalars<Vector> &s, int64_t n) {
+    alignas(64) char padded[5][kBlock * 4] = {};
+    char *const streams[] = {a.param, a.exp_avg, a.exp_avg_sq, a.master, a.grad};  // what is only read comes last
+    const int32_t formats[] = {f.param, f.exp_avg, f.exp_avg_sq, f.master, f.grad};
+    for (int k = 0; k < 5; ++k)
+      if (formats[k] != statestream::kNone) memcpy(padded[k], streams[k], n * statestream::format_bytes(formats[k]));
+    BlockStreams copies = a;
+    copies.param = padded[0];
+    copies.exp_avg = padded[1];
+    copies.exp_avg_sq = padded[2];
+    copies.master = padded[3];
+    copies.grad = padded[4];
+    update_block(f, copies, random, s);
+    for (int k = 0; k < 4; ++k)
+      if (formats[k] != statestream::kNone) memcpy(streams[k], padded[k], n * statestream::format_bytes(formats[k]));
+  }
+
+  static char *at(uint64_t address, int32_t format, int64_t i) {
+    return (char *)(address + (uint64_t)(i * statestream::format_bytes(format)));
+  }
+
+  static float *scale_at(uint64_t address, int64_t i) { return (float *)(address + (uint64_t)i / kBlock * 4); }
+
+  static void range(const GenericCall &call, const TensorRow &row, const RowExtras *extras,
+                    const AdamScalars<float> &scalars, int64_t begin, int64_t end) {
+    static const RowExtras kNoExtras = {};
+    const RowExtras &e = extras ? *extras : kNoExtras;
+    const TableFormats &f = call.formats;
+    const AdamScalars<Vector> s = splat_scalars(scalars);
+    const float step = *(const float *)row.step;
+    // A second moment changes by far less than half a unit of a scaled format a step: to nearest, it would stay.
+    const int32_t flags = call.stochastic | (statestream::is_scaled(f.exp_avg_sq) << statestream::kExpAvgSqBits);
+    uint16_t drawn[3][kBlock] = {};
+    const uint16_t *random[3] = {};
+    for (int64_t i = begin; i < end; i += kBlock) {
+      const int64_t n = end - i < kBlock ? end - i : kBlock;
+      for (int tensor = 0; tensor < 3; ++tensor) {
+        if (!(flags >> tensor & 1)) continue;
+        const RandomKey key = statestream::random_key(call.seed, (uint32_t)e.ordinal, tensor, step);
+        random_block(e, key, i, n, drawn[tensor]);
+        random[tensor] = drawn[tensor];
+      }
+      const BlockStreams a{at(row.param, f.param, i),       at(row.grad, f.grad, i),
+                           at(row.exp_avg, f.exp_avg, i),   at(row.exp_avg_sq, f.exp_avg_sq, i),
+                           at(row.master, f.master, i),     scale_at(e.exp_avg_scale, i),
+                           scale_at(e.exp_avg_sq_scale, i), scale_at(e.master_scale, i)};
+      const BlockRandom bits{random[statestream::kExpAvgBits], random[statestream::kExpAvgSqBits],
+                             random[statestream::kParamBits]};
+      if (n == kBlock)
+        update_block(f, a, bits, s);
+      else
+        update_short_block(f, a, bits, s, n);
+    }
+  }
+};
+
+}  // namespace
