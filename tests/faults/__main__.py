@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import re
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
@@ -75,7 +77,10 @@ def _report(name: str, verdict: Verdict) -> Verdict:
 
 
 def _summary(verdicts: list[Verdict], needed: float) -> int:
-    caught = sum(v.outcome == "caught" for v in verdicts)
+    by_test = Counter(re.split(r"\[| \(", v.by)[0] for v in verdicts if v.outcome == "caught")
+    for test, count in by_test.most_common():
+        print(f"{count} by {test}")
+    caught = by_test.total()
     print(f"{caught} of {len(verdicts)} caught")
     return 0 if verdicts and caught >= needed * len(verdicts) else 1
 

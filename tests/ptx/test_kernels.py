@@ -132,6 +132,18 @@ def test_vectors_without_nan_are_spared_its_rule():
     assert without < with_nan - 2048
 
 
+def test_a_block_finds_its_row_in_steps_that_grow_with_the_logarithm_of_the_rows():
+    """Nine halvings for 512 rows and three for 8, for the first block and the last."""
+    instructions = []
+    for rows in (8, 512):
+        device = Device(ARCHS[0], multiprocessors=1000, order=lambda n: (0, n - 1))
+        on_device([tensors(HOT[0], 1, seed=k) for k in range(rows)], HOT[0], device)
+        assert [launch.grid for launch in device.launches] == [rows]
+        instructions.append(sum(device.counts.values()))
+    few, many = instructions
+    assert few < many < 2 * few
+
+
 # ---- capturable
 
 
