@@ -26,14 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .cases import CASES, CHECKPOINTED, STEPS, Case, Group, Run, check_same, differences, offloaded, train
 
-__all__ = ["CLAIMS", "late_copies", "of_cases", "of_checkpoints"]
+__all__ = ["CLAIMS", "late_copies", "mesh_of_all", "of_cases", "of_checkpoints"]
 
 
 SEVERAL_CHUNKS = 300_000
 """A budget, in bytes, of which a chunk gets a third: the models here need several."""
 
 
-def _mesh() -> DeviceMesh:
+def mesh_of_all() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
@@ -48,7 +48,7 @@ def _gathered(value: object) -> list[Any]:
 
 def bits_are_those_of_the_optimizer(case: Case, folder: Path) -> None:
     """After four steps, with one unit a chunk and with several; and every rank cuts at the same batches."""
-    mesh = _mesh()
+    mesh = mesh_of_all()
     plain = train(case.run(mesh))
     budget = 1
     while budget is not None:
@@ -68,14 +68,14 @@ def bits_are_those_of_the_optimizer(case: Case, folder: Path) -> None:
 
 def some_shard_is_empty_and_some_are_uneven(folder: Path) -> None:
     """The control of the claims about odd rows."""
-    run = CASES["megabatched, odd rows"].run(_mesh())
+    run = CASES["megabatched, odd rows"].run(mesh_of_all())
     sizes = _gathered([p.to_local().numel() for p in run.params])
     assert any(0 in rank for rank in sizes) and sizes[0] != sizes[-1]
 
 
 def copies_that_come_late_in_different_ways_change_nothing(name: str, seed: int, folder: Path) -> None:
     """On simulated devices, another schedule on each rank."""
-    case, mesh = CASES[name], _mesh()
+    case, mesh = CASES[name], mesh_of_all()
     device = SimulatedDevice(seed * 4 + dist.get_rank())
     modules = (optimizer_module, units_module)
     before = [module.device_for for module in modules]
@@ -120,7 +120,7 @@ def _load(run: Run, path: Path, flat: bool) -> None:
 
 def resumed_in_the_middle_it_is_the_uninterrupted_run(case: Case, flat: bool, folder: Path) -> None:
     """Through DCP, into an optimizer with other chunks. What it loads is what was saved: momenta, counters, lr."""
-    mesh = _mesh()
+    mesh = mesh_of_all()
     path = folder / f"{case.layout}-{flat}-{case.real}-{dist.get_world_size()}"
     first = train(offloaded(case.run(mesh), 1), range(2))
     _save(first, path, flat)
@@ -143,7 +143,7 @@ def _one_step_less(run: Run) -> None:
 
 def a_resumed_run_with_a_fault_in_it_shows(layout: str, fault: Callable[[Run], None], folder: Path) -> None:
     """The control: momentum wrong by a bit, counters by one."""
-    case, mesh = CHECKPOINTED[layout], _mesh()
+    case, mesh = CHECKPOINTED[layout], mesh_of_all()
     first = train(offloaded(case.run(mesh), 1), range(2))
     path = folder / f"{layout}-{fault.__name__}"
     _save(first, path, False)
@@ -156,7 +156,7 @@ def a_resumed_run_with_a_fault_in_it_shows(layout: str, fault: Callable[[Run], N
 def resumed_elsewhere(layout: str, flat: bool, ranks: int, folder: Path) -> None:
     """A run that was saved on `ranks` ranks goes on here, on fewer. Not of torch's Muon, which sums products over the
     ranks."""
-    case, mesh = CHECKPOINTED[layout], _mesh()
+    case, mesh = CHECKPOINTED[layout], mesh_of_all()
     run = offloaded(case.run(mesh), 1)
     _load(run, folder / f"{layout}-{flat}-False-{ranks}", flat)
     check_same(train(run, range(2, STEPS)), train(case.run(mesh)))
@@ -182,7 +182,7 @@ def ranks_that_cut_differently_are_refused_with_both_plans(name: str, what: str,
     elif what == "order":
         groups = [Group(list(reversed(g.shapes)) if last else g.shapes, g.dim, g.options) for g in case.groups]
         case = replace(case, groups=groups, plain=True)
-    run = case.run(_mesh())
+    run = case.run(mesh_of_all())
     momenta = {p: dict(state) for p, state in run.optimizer.state.items()}
     message = _refused(lambda: offloaded(run, budget))
     assert "cut their Muon parameters at different places" in message
@@ -196,7 +196,7 @@ def ranks_that_cut_differently_are_refused_with_both_plans(name: str, what: str,
 def ranks_that_unfreeze_different_parameters_are_refused_again_and_again(folder: Path) -> None:
     """Before anything is updated; also for a caller who goes on after the error."""
     case = Case("batched", [Group([(16, 16), (16, 8), (8, 16)])])
-    run = case.run(_mesh())
+    run = case.run(mesh_of_all())
     for param in run.params[1:]:
         param.requires_grad_(False)
     run = offloaded(run, 1)
@@ -215,7 +215,7 @@ def agreement_costs_one_gather_when_it_is_built_and_none_in_a_step(folder: Path)
     check = muon_module.check_same_plan
     muon_module.check_same_plan = lambda group, text: (calls.append(text), check(group, text))
     try:
-        run = offloaded(CASES["megabatched, odd rows"].run(_mesh()), 1)
+        run = offloaded(CASES["megabatched, odd rows"].run(mesh_of_all()), 1)
         assert len(calls) == 1
         train(run)
         assert len(calls) == 1
