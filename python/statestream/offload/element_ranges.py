@@ -60,16 +60,15 @@ class HostFormat(StateFormat):
         # The parameter changed its shape, or someone put other tensors in the state: trainers do, which move all
         # they find to the device.
         self.keeper.wait()
-        old = dict(state)
+        # Copies: the new place may be the old one, in another layout.
+        old = {name: local_of(state[name]).clone() for name in (STEP, *dtypes) if name in state}
         if not fits:
-            self.keeper.forget(param)
+            self.keeper.rehouse(param)
         state.clear()
         state.update(self.keeper.views(param) if fits else self.make(param))
-        if STEP in old:
-            state[STEP].copy_(old[STEP])
-        for name in dtypes:
-            if name in old and local_of(old[name]).shape == local.shape:
-                local_of(state[name]).copy_(local_of(old[name]))
+        for name, value in old.items():
+            if name == STEP or value.shape == local.shape:
+                local_of(state[name]).copy_(value)
 
     def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
         master, local = local_of(state[MASTER]), local_of(param)
@@ -104,13 +103,19 @@ class ElementRanges(Units):
         super().__init__(inner, device, budget)
         self._counters: dict[int, Tensor] = {}
         self._views: dict[int, dict[str, Any]] = {}
-        self._plain_form = inner.form
-        existing = {p: s for p, s in inner.state.items() if isinstance(p, Tensor)}
+        state, form, table = dict(inner.state), inner.form, inner._table
         settings = {f.name: getattr(inner.form, f.name) for f in fields(StateFormat)}
+        self._plain_form = StateFormat(**settings)
         inner.form = HostFormat(**settings, keeper=self)
         inner._table = StepTable(inner.form)
-        inner.state.clear()
-        self.adopt(existing)
+        existing = {p: inner.state.pop(p) for p in state if isinstance(p, Tensor)}
+        try:
+            self.adopt(existing)
+        except BaseException:  # no memory: the optimizer stays as it was
+            inner.form, inner._table = form, table
+            inner.state.clear()
+            inner.state.update(state)
+            raise
 
     # ---- state ----
 
@@ -134,7 +139,8 @@ class ElementRanges(Units):
             return
         entries = [self._entry(param) for param in new]
         self.store.add(KINDS, entries)
-        counters = torch.zeros(len(new))
+        with torch.inference_mode(False):  # they are written outside of it as well
+            counters = torch.zeros(len(new))
         for param, counter in zip(new, counters, strict=True):
             self._counters[id(param)] = counter
         self._counters = {id(p): self._counters[id(p)] for p in members if id(p) in self._counters}
@@ -148,9 +154,18 @@ class ElementRanges(Units):
         unit = Unit(tuple(padded_bytes(numel, b) for b in itemsizes), max(1, -(-numel // GRAIN_ELEMENTS)))
         return Entry(param, unit, tuple(padded_bytes(local.numel(), b) for b in itemsizes))
 
-    def forget(self, param: Tensor) -> None:
-        """The parameter's data changed shape: its old place is given up."""
-        self.store.homes.pop(id(param), None)
+    def rehouse(self, param: Tensor) -> None:
+        """The parameter's data changed: if its state needs other room, it gets it, and with it, in one bank, all
+        whose state does (`model.to(dtype)`)."""
+        if self._outgrown(param):
+            moving = [p for p in self.params() if self._outgrown(p)]
+            for p in moving:
+                self.store.homes.pop(id(p))
+            self.reserve(moving)
+
+    def _outgrown(self, param: Tensor) -> bool:
+        home = self.store.home(param)
+        return home is not None and home.sizes != self._entry(param).local_sizes
 
     def views(self, param: Tensor) -> dict[str, Any]:
         """The parameter's state as tensors in host memory, distributed as the parameter is."""
@@ -200,6 +215,8 @@ class ElementRanges(Units):
     def _jobs(self) -> dict[int, _Job]:
         """Work by unit of the plan."""
         inner, table = self.inner, self.inner._table
+        if inner.form.keeper is not self:
+            raise RuntimeError("another CPUOffloadOptimizer has taken over this FusedAdam; step that one")
         grad_name = "decoupled_grad" if inner.use_decoupled_grad else "grad"
         with_grad = [p for p in self.params() if getattr(p, grad_name, None) is not None]
         self.follow(with_grad)

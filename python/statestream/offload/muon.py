@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from statestream.offload.learn import StateKind
+from statestream.offload.member import Member
 from statestream.offload.muon_agreement import check_partition, check_same_plan, describe, joined
 from statestream.offload.muon_layouts import TorchMuon
 from statestream.offload.store import largest_shard
 from statestream.offload.subset import Subset
-from statestream.offload.whole_parameters import WholeParameters, _Member
+from statestream.offload.whole_parameters import WholeParameters
 from statestream.tensors import is_fake, local_of
 
 __all__ = ["MuonBatches"]
@@ -79,9 +80,9 @@ class MuonBatches(WholeParameters):
         )
         return local, largest
 
-    def _together(self, members: list[_Member]) -> list[list[_Member]]:
+    def _together(self, members: list[Member]) -> list[list[Member]]:
         of = {id(m.param): m for m in members}
-        together: list[list[_Member]] = []
+        together: list[list[Member]] = []
         for group in self.inner.param_groups:
             params = [p for p in group["params"] if id(p) in of]
             runs = joined(self.layout.batches(group, params), len(params))
@@ -111,7 +112,7 @@ class MuonBatches(WholeParameters):
                 check_same_plan(group, description)
         self._agreed = layout
 
-    def _update(self, jobs: dict[int, _Member]) -> None:
+    def _update(self, jobs: dict[int, Member]) -> None:
         self._agree()  # whoever went on after it failed would find the ranks waiting for each other
         params = [m.param for m in jobs.values()]
         with _Once(self.inner, self.call) as subset:

@@ -31,8 +31,7 @@ class OnePass(Units):
         self.adopt(dict(inner.state))
 
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
-        for param, state in (existing or {}).items():
-            self.inner.state[param] = self._to_host(state)
+        self.inner.state.update({param: self._to_host(state) for param, state in (existing or {}).items()})
 
     def host_tensor(self, param: Tensor, name: str, value: Tensor) -> Tensor:
         """Host memory for a state that is loaded."""

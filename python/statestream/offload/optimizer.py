@@ -76,6 +76,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     gradients; a skipped step moves nothing.
     """
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(
         self,
@@ -177,6 +178,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """How many of them are pinned."""
         return self.units.device.memory.pinned_bytes
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; host memory for the new parameters' state is taken here."""
@@ -279,6 +281,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
                 state_dict = changed
         return state_dict
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads into the host state in place, whatever device the values are on. All is checked first: a load that
@@ -301,6 +304,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self.units.wait()
         return {"settings": self._settings, "inner": self.units.detached()}
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__["inner"] = state["inner"]

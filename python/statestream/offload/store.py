@@ -42,6 +42,11 @@ class Home:
         """Its index in the plan."""
         return self.bank.first + self.index
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes in each of the bank's arenas."""
+        return tuple(arena.sizes[self.index] for arena in self.bank.arenas)
+
 
 class StateStore:
     """Banks of host memory under one budget of device memory (bytes, or None: one pass)."""

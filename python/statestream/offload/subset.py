@@ -26,6 +26,9 @@ class Subset:
         self.ran = False
 
     def __enter__(self) -> Subset:
+        for param, grad in self.grads.values():
+            if grad.dtype is not param.dtype:
+                _check_restorable(param, grad)
         try:
             for param, _ in self.grads.values():
                 param.grad = None
@@ -66,6 +69,17 @@ class Subset:
                 else:
                     group[key] = _kept(value)
         vars(self.inner).update(self.counts)
+
+
+def _check_restorable(param: Tensor, grad: Tensor) -> None:
+    """A gradient older than the parameter's dtype could be hidden, and not put back."""
+    try:
+        param.grad = grad
+    except RuntimeError as error:
+        raise ValueError(
+            f"a gradient of {grad.dtype} belongs to a parameter that is {param.dtype} now; set gradients to None when "
+            f"a model changes its dtype ({error})"
+        ) from error
 
 
 def _kept(value: Any) -> Any:

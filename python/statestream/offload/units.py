@@ -75,4 +75,5 @@ class Units:
         if devices and devices != {self.device.torch_device}:
             self.wait()
             self.device = device_for(devices.pop())
+            self.device.memory.take_over(self.store.memory)
             self.store.memory = self.device.memory

@@ -12,7 +12,8 @@ import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -20,35 +21,16 @@ from torch import Tensor
 
 from statestream.offload import stream
 from statestream.offload.learn import StateKind, is_host_scalar, learn_state, unhooked_step
+from statestream.offload.member import Member
 from statestream.offload.plan import Unit, padded_bytes
 from statestream.offload.store import Entry, compact_copy, largest_shard
 from statestream.offload.stream import Stage
 from statestream.offload.subset import Subset
 from statestream.offload.units import Units
 from statestream.sharding import around
-from statestream.tensors import address_of, is_dense, is_dtensor, local_of
+from statestream.tensors import address_of, is_dtensor, local_of
 
 __all__ = ["WholeParameters"]
-
-
-@dataclass
-class _Member:
-    """A parameter and what its state is made of."""
-
-    param: Tensor
-    name: str
-    kinds: dict[str, StateKind]
-    bound: dict[str, Tensor] = field(default_factory=dict)
-    """The state tensors in host memory, once there are any."""
-
-    @property
-    def state_bytes(self) -> int:
-        return sum(padded_bytes(k.numel, k.dtype.itemsize) for k in self.kinds.values())
-
-    @property
-    def undo_bytes(self) -> int:
-        local = local_of(self.param)
-        return padded_bytes(local.numel(), local.element_size())
 
 
 class WholeParameters(Units):
@@ -57,7 +39,7 @@ class WholeParameters(Units):
 
     def __init__(self, inner: torch.optim.Optimizer, device: Any, budget: int | None):
         super().__init__(inner, device, budget)
-        self.members: dict[int, _Member] = {}
+        self.members: dict[int, Member] = {}
         self._learnt: dict[Any, tuple[list[StateKind], list[StateKind]]] = {}
         self._warned = False
         self.call = unhooked_step(inner)
@@ -82,7 +64,7 @@ class WholeParameters(Units):
         self.store.keep(list(self.params()))
         self.members = {key: m for key, m in self.members.items() if key in members and self.store.homes.get(key)}
         wanted = {id(p) for p in params if self.store.home(p) is None}
-        new: list[_Member] = []
+        new: list[Member] = []
         planned: dict[int, list[StateKind]] = {}
         for number, group in enumerate(self.inner.param_groups):
             names = group.get("param_names")
@@ -91,7 +73,7 @@ class WholeParameters(Units):
                     wanted.discard(id(param))
                     kinds, largest = self._kinds(group, number, param)
                     name = f"'{names[i]}'" if names else f"parameter {i} of group {number}"
-                    new.append(_Member(param, name, {k.name: k for k in kinds}))
+                    new.append(Member(param, name, {k.name: k for k in kinds}))
                     planned[id(param)] = largest
         if not new:
             return
@@ -104,35 +86,35 @@ class WholeParameters(Units):
         self.store.add(names, entries)
         self.members.update((id(m.param), m) for m in new)
 
-    def _together(self, members: list[_Member]) -> list[list[_Member]]:
+    def _together(self, members: list[Member]) -> list[list[Member]]:
         """The members in the order in which they stream, as runs that can only be stepped in one chunk."""
         return [[member] for member in members]
 
     def _kinds(self, group: dict[str, Any], number: int, param: Tensor) -> tuple[list[StateKind], list[StateKind]]:
         """State of the local shard, and of the largest one."""
         local, largest = tuple(local_of(param).shape), largest_shard(param)
+        state = self.inner.state.get(param) or {}
+        held = tuple((n, v.dtype, tuple(local_of(v).shape)) for n, v in state.items() if isinstance(v, Tensor))
         found = []
         for shape in (local, largest):
-            key = (number, shape, param.dtype, local_of(param).device)
+            key = (number, shape, param.dtype, local_of(param).device, held)
             if key not in self._learnt:
                 self._learnt[key] = learn_state(self.inner, group, shape, param)
             found.append(self._learnt[key])
         return found[0], found[1]
 
     @staticmethod
-    def _entry(member: _Member, planned: list[StateKind], names: tuple[str, ...]) -> Entry:
+    def _entry(member: Member, planned: list[StateKind], names: tuple[str, ...]) -> Entry:
         def nbytes(kinds: dict[str, StateKind]) -> list[int]:
             return [padded_bytes(kinds[n].numel, kinds[n].dtype.itemsize) if n in kinds else 0 for n in names]
 
         local = nbytes(member.kinds)
         largest = [max(a, b) for a, b in zip(nbytes({k.name: k for k in planned}), local, strict=True)]
-        undo = 1
-        for size in largest_shard(member.param):
-            undo *= size
-        undo_bytes = max(padded_bytes(undo, member.param.element_size()), member.undo_bytes) if any(largest) else 0
+        undo = padded_bytes(prod(largest_shard(member.param)), member.dtype.itemsize)
+        undo_bytes = max(undo, member.undo_bytes) if any(largest) else 0
         return Entry(member.param, Unit((*largest, undo_bytes)), tuple(local))
 
-    def _to_host(self, member: _Member, state: dict[str, Any]) -> dict[str, Any]:
+    def _to_host(self, member: Member, state: dict[str, Any]) -> dict[str, Any]:
         """A state dict whose tensors are the arenas' views, with the values of `state`."""
         host: dict[str, Any] = {}
         for name, value in state.items():
@@ -143,14 +125,14 @@ class WholeParameters(Units):
                 host[name] = value.to("cpu") if isinstance(value, Tensor) else value
         return host
 
-    def _bound(self, member: _Member, name: str, like: Tensor) -> Tensor:
+    def _bound(self, member: Member, name: str, like: Tensor) -> Tensor:
         """The state's tensor in host memory, distributed as `like` is."""
         bound = member.bound.get(name)
         if bound is None or is_dtensor(bound) != is_dtensor(like):
             bound = member.bound[name] = around(self._host_view(member, name), like)
         return bound
 
-    def take_back(self, members: Iterable[_Member]) -> None:
+    def take_back(self, members: Iterable[Member]) -> None:
         """Brings tensors that someone put in the state, as trainers do which move all they find to the device, into
         the state's own memory."""
         for member in members:
@@ -161,11 +143,11 @@ class WholeParameters(Units):
                 state.clear()
                 state.update(taken)
 
-    def _host_view(self, member: _Member, name: str) -> Tensor:
+    def _host_view(self, member: Member, name: str) -> Tensor:
         home = self.store.home(member.param)
         arena = next(a for a in home.bank.arenas if a.kind == name)
         begin = arena.offsets[home.index]
-        return _shaped(arena.block[begin : begin + arena.sizes[home.index]], member, name)
+        return member.shaped(arena.block[begin : begin + arena.sizes[home.index]], name)
 
     def fill(self, param: Tensor, name: str, local: Tensor) -> Tensor:
         """Writes a saved state into its place; returns the state tensor."""
@@ -186,16 +168,11 @@ class WholeParameters(Units):
 
     def step(self, grad_scale: float) -> None:
         """One step of the optimizer, chunk by chunk. `grad_scale` is the optimizer's own affair."""
-        with_grad = list({id(p): p for p in self.params() if p.grad is not None}.values())
-        self.follow(with_grad)
-        if any(self.store.home(p) is None for p in with_grad):
-            self.wait()
-            self.reserve(with_grad)
+        with_grad = self._with_grad()
         jobs = {self.store.home(p).unit: self.members[id(p)] for p in with_grad}
-        self.take_back(jobs.values())
         self._update(jobs)
 
-    def _update(self, jobs: dict[int, _Member]) -> None:
+    def _update(self, jobs: dict[int, Member]) -> None:
         """The step of these members, by their units: all that have a gradient."""
         with Subset(self.inner, self.call) as subset:
             if not self.store.layout.plan.ring_bytes:
@@ -206,7 +183,20 @@ class WholeParameters(Units):
             self._stream(old, subset)
             self._create([m for u, m in jobs.items() if u not in old], subset)
 
-    def _stream(self, jobs: dict[int, _Member], subset: Subset) -> None:
+    def _with_grad(self) -> list[Tensor]:
+        """The parameters that have a gradient, their state in its place."""
+        params = list({id(p): p for p in self.params() if p.grad is not None}.values())
+        self.follow(params)
+        outgrown = [p for p in params if id(p) in self.members and self.members[id(p)].outgrown]
+        if outgrown or any(self.store.home(p) is None for p in params):
+            self.wait()
+            for param in outgrown:
+                self.store.homes.pop(id(param))
+            self.reserve(params)
+        self.take_back(self.members[id(p)] for p in params)
+        return params
+
+    def _stream(self, jobs: dict[int, Member], subset: Subset) -> None:
         if not jobs:
             return
         layout = self.store.layout
@@ -214,10 +204,10 @@ class WholeParameters(Units):
         flow = _Flow(self, layout, jobs, subset)
         self._last_store = stream.run(self.device, layout.plan.ring_bytes, stages, flow)
 
-    def _create(self, members: list[_Member], subset: Subset) -> None:
+    def _create(self, members: list[Member], subset: Subset) -> None:
         """First steps: the optimizer makes the state on the device, where it is as large as the budget allows, and
         it moves to the host before the next is made. One thing at a time: it happens once."""
-        run: list[_Member] = []
+        run: list[Member] = []
         room = self.store.budget or 0
         for member in [*members, None]:
             nbytes = 0 if member is None else member.state_bytes + member.undo_bytes
@@ -228,7 +218,7 @@ class WholeParameters(Units):
                 run.append(member)
                 room -= nbytes
 
-    def _create_run(self, members: list[_Member], subset: Subset) -> None:
+    def _create_run(self, members: list[Member], subset: Subset) -> None:
         with self.device.computing():
             locals_ = [local_of(m.param) for m in members]
             undo = [local.clone() for local in locals_]
@@ -244,7 +234,7 @@ class WholeParameters(Units):
             for m in members:
                 self.inner.state[m.param] = made[id(m.param)]
 
-    def _checked(self, member: _Member) -> dict[str, Any]:
+    def _checked(self, member: Member) -> dict[str, Any]:
         """The member's state as the optimizer left it. ValueError where a tensor is not what was learnt."""
         state = self.inner.state.get(member.param, {})
         device = self.device.torch_device
@@ -272,7 +262,7 @@ class WholeParameters(Units):
 class _Flow:
     """stream.Stepper for one step: each chunk is wholly done or wholly undone."""
 
-    def __init__(self, owner: WholeParameters, layout: Any, jobs: dict[int, _Member], subset: Subset):
+    def __init__(self, owner: WholeParameters, layout: Any, jobs: dict[int, Member], subset: Subset):
         self.owner, self.layout, self.jobs, self.subset = owner, layout, jobs, subset
         self.updated: set[int] = set()
 
@@ -321,7 +311,7 @@ class _Flow:
         lost = {p.unit for stage in stages for p in stage.chunk.pieces} & self.updated
         self.owner.torn.extend(self.jobs[unit].name for unit in sorted(lost))
 
-    def _put(self, member: _Member, state: dict[str, Any] | None) -> None:
+    def _put(self, member: Member, state: dict[str, Any] | None) -> None:
         if state is None:
             self.owner.inner.state.pop(member.param, None)
         else:
@@ -347,7 +337,7 @@ class _Flow:
         for number, arena in enumerate(home.bank.arenas):
             if arena.kind in member.kinds:
                 at = self.layout.place(stage.chunk, piece, number)
-                slots[arena.kind] = _shaped(ring[at : at + arena.sizes[home.index]], member, arena.kind)
+                slots[arena.kind] = member.shaped(ring[at : at + arena.sizes[home.index]], arena.kind)
         return slots
 
     def _onto_device(self, value: Any, slot: Tensor | None) -> Any:
@@ -357,7 +347,7 @@ class _Flow:
             return around(slot, value)
         return value.clone() if value.dim() == 0 else value.to(self.owner.device.torch_device, copy=True)
 
-    def _off_device(self, member: _Member, slots: dict[str, Tensor]) -> dict[str, Any]:
+    def _off_device(self, member: Member, slots: dict[str, Tensor]) -> dict[str, Any]:
         """The new host state; what the optimizer made anew or put elsewhere is brought into the ring first."""
         new: dict[str, Any] = {}
         for name, value in self.owner._checked(member).items():
@@ -370,12 +360,3 @@ class _Flow:
             else:
                 new[name] = value.to("cpu") if isinstance(value, Tensor) else value
         return new
-
-
-def _shaped(nbytes: Tensor, member: _Member, name: str) -> Tensor:
-    """A stretch of memory as the state `name`: with the parameter's own strides where it has its shape."""
-    kind, local = member.kinds[name], local_of(member.param)
-    values = nbytes[: kind.numel * kind.dtype.itemsize].view(kind.dtype)
-    if tuple(local.shape) == kind.shape and is_dense(local):
-        return values.as_strided(local.shape, local.stride())
-    return values.view(kind.shape)
