@@ -68,3 +68,19 @@ def assert_same_training(params, optimizer, other_params, other) -> None:
         assert list(mine) == list(theirs), f"state keys of parameter {i}"
         for name in mine:
             assert_same_values(mine[name], theirs[name], f"{name} of parameter {i}")
+
+
+class Pinning:
+    """Stands in for the driver: notes what is pinned, refuses from the n-th request on."""
+
+    def __init__(self, refuse_from: int | None = None):
+        self.refuse_from, self.requests, self.pinned = refuse_from, 0, {}
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.requests += 1
+        if self.refuse_from is not None and self.requests > self.refuse_from:
+            raise RuntimeError("cudaHostRegister failed with error 2")
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]

@@ -4,7 +4,7 @@ import gc
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -13,6 +13,13 @@ import torch.distributed.checkpoint as dcp
 from statestream import CPUOffloadOptimizer, FusedAdam
 
 MiB = 1 << 20
+ELEMENTS = 20 * MiB
+
+CASES = {
+    "fused_adam_bf16": lambda p: FusedAdam(p, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16"),
+    "fused_adam": FusedAdam,
+    "adamw": torch.optim.AdamW,
+}
 
 
 def rss() -> int:
@@ -29,39 +36,39 @@ def saving_async(state_dict: dict) -> Iterator[None]:
         writing.result()
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    # Tensors above 32 MiB: smaller ones the C library may keep when they are freed.
-    n = 20 * MiB
-    params = [torch.nn.Parameter(torch.ones(n // 2)) for _ in range(2)]
+def life(make: Callable, sizes: list[int], snapshot: bool) -> dict[str, int]:
+    """Bytes beyond those at the start: `gone` is once the optimizer was deleted."""
+    params = [torch.nn.Parameter(torch.ones(n)) for n in sizes]
     for p in params:
         p.grad = torch.ones_like(p)
-    moments = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-    warm = CPUOffloadOptimizer(FusedAdam([torch.nn.Parameter(torch.ones(9))], **moments), MiB)
-    warm.param_groups[0]["params"][0].grad = torch.ones(9)
-    warm.step()
-    warm.load_state_dict(warm.state_dict())
-    with saving_async(warm.state_dict()):
-        pass  # what is loaded and started once
     base = rss()
-    optimizer = CPUOffloadOptimizer(FusedAdam(params, **moments), MiB)
+    optimizer = CPUOffloadOptimizer(make(params), 3 * MiB, state_dict_snapshot=snapshot)
     optimizer.step()
-    found = {"stored": n * 4, "exported": n * 8, "host_state_bytes": optimizer.host_state_bytes}
-    found["steady"] = rss() - base
+    found = {"host_state_bytes": optimizer.host_state_bytes, "steady": rss() - base}
     saved = optimizer.state_dict()
     found["saving"] = rss() - base
     optimizer.load_state_dict(saved)
     found["loading"] = rss() - base
-    with saving_async(saved):
-        found["async_saving"] = rss() - base
-    found["async_saved"] = rss() - base
+    if snapshot:
+        with saving_async(saved):
+            found["async_saving"] = rss() - base
+        found["async_saved"] = rss() - base
     del saved
     found["after"] = rss() - base
-    for p in params:
-        p.grad = None
     del optimizer
-    gc.collect()
-    found["gone"] = rss() - base + n * 4
+    found["gone"] = rss() - base
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*need more than step_chunk_bytes")
+    # Tensors above 32 MiB: smaller ones the C library may keep when they are freed.
+    sizes = [ELEMENTS // 2] * 2
+    found: dict = {"elements": ELEMENTS}
+    for name, make in CASES.items():
+        life(make, [9, 9], True)  # what is loaded and started once
+        found[name] = {"snapshot": life(make, sizes, True), "live": life(make, sizes, False)}
     print(json.dumps(found))
 
 

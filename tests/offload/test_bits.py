@@ -6,32 +6,10 @@ import warnings
 
 import pytest
 import torch
-from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream import CPUOffloadOptimizer
 
 from .conftest import assert_same_training, make_params, set_grads, train
-
-OPTIMIZERS = {
-    "fused_adam": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1),
-    "fused_adam_l2": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1, adam_w_mode=False, maximize=True),
-    "fused_adam_masters": lambda p: FusedAdam(p, lr=0.1, master_weights=True, exp_avg_dtype="bf16"),
-    "fused_adam_remainders": lambda p: FusedAdam(p, lr=0.1, master_weights=True, store_param_remainders=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
-    "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
-    "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "adamw_foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
-    "sgd_nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
-    "adadelta": lambda p: torch.optim.Adadelta(p),
-    "asgd": lambda p: torch.optim.ASGD(p),
-    "rprop": lambda p: torch.optim.Rprop(p),
-}
+from .makers import OPTIMIZERS
 
 CHUNKS = {"smallest": 1, "one_matrix": 30_000, "middle": 60_000, "all": 1 << 30, "one_pass": None}
 
@@ -60,9 +38,10 @@ def test_five_steps_are_bit_equal(name, dtype, chunk):
 
 
 @pytest.mark.parametrize("chunk", ["smallest", "middle", "one_pass"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "mixed"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_save_and_load_in_the_middle_is_bit_equal(name, chunk):
-    params, reference = make_params("mixed"), make_params("mixed")
+def test_save_and_load_in_the_middle_is_bit_equal(name, dtype, chunk):
+    params, reference = make_params(dtype), make_params(dtype)
     plain = OPTIMIZERS[name](reference)
     train(plain, reference, range(6), missing)
     first = CPUOffloadOptimizer(OPTIMIZERS[name](params), CHUNKS[chunk])
@@ -70,7 +49,7 @@ def test_save_and_load_in_the_middle_is_bit_equal(name, chunk):
     saved = first.state_dict()
     train(first, params, range(3, 4))  # a snapshot does not notice
 
-    again = make_params("mixed")
+    again = make_params(dtype)
     second = OPTIMIZERS[name](again)
     train(second, again, range(3), missing)
     loaded = CPUOffloadOptimizer(OPTIMIZERS[name](again), CHUNKS["middle"])

@@ -72,12 +72,12 @@ def _load_plain(units: WholeParameters | OnePass, state_dict: dict[str, Any]) ->
             p for s, g in pairs for k, p in zip(s["params"], g["params"], strict=True) if state_dict["state"].get(k)
         ]
         units.reserve(saved_for)
-    loads = []
-    for number, (saved, group) in enumerate(zip(groups, inner.param_groups, strict=True)):
-        for i, (key, param) in enumerate(zip(saved["params"], group["params"], strict=True)):
+    loads, names = [], units.names()
+    for saved, group in zip(groups, inner.param_groups, strict=True):
+        for key, param in zip(saved["params"], group["params"], strict=True):
             state = state_dict["state"].get(key)
             if state:
-                label = f"'{group['param_names'][i]}'" if "param_names" in group else f"parameter {i} of group {number}"
+                label = names[id(param)]
                 loads.append(_Load(param, {n: _checked(units, v, n, param, label) for n, v in state.items()}))
     kept = [{k: g[k] for k in LOCAL_OPTIONS if k in g} for g in inner.param_groups]
     others = {k: v for k, v in state_dict["state"].items() if k not in {p for g in groups for p in g["params"]}}

@@ -69,7 +69,7 @@ class HostMemory:
             return torch.empty(0, dtype=torch.uint8)
         mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _advise(mapping, "MADV_HUGEPAGE")
-        with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+        with torch.inference_mode(False):
             block = torch.frombuffer(mapping, dtype=torch.uint8)
         mapping.address = block.data_ptr()
         self._keep(mapping)

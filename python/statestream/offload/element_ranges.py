@@ -139,7 +139,7 @@ class ElementRanges(Units):
             return
         entries = [self._entry(param) for param in new]
         self.store.add(KINDS, entries)
-        with torch.inference_mode(False):  # they are written outside of it as well
+        with torch.inference_mode(False):
             counters = torch.zeros(len(new))
         for param, counter in zip(new, counters, strict=True):
             self._counters[id(param)] = counter
@@ -167,6 +167,8 @@ class ElementRanges(Units):
         home = self.store.home(param)
         return home is not None and home.sizes != self._entry(param).local_sizes
 
+    @torch.inference_mode(False)  # a view of inference mode could not be written outside of it
+    @torch.no_grad()
     def views(self, param: Tensor) -> dict[str, Any]:
         """The parameter's state as tensors in host memory, distributed as the parameter is."""
         if self.store.home(param) is None:
@@ -224,14 +226,13 @@ class ElementRanges(Units):
             self.wait()
             self.reserve(with_grad)
         found: dict[int, _Job] = {}  # by id first: a state that follows its parameter renumbers the units
-        for number, group in enumerate(inner.param_groups):
+        names = self.names()
+        for group in inner.param_groups:
             options = inner._options(group)
-            for i, param in enumerate(group["params"]):
+            for param in group["params"]:
                 grad = getattr(param, grad_name, None)
-                if grad is None:
-                    continue
-                name = f"'{group['param_names'][i]}'" if "param_names" in group else f"parameter {i} of group {number}"
-                found.setdefault(id(param), self._job(table, name, param, grad, options))
+                if grad is not None:
+                    found.setdefault(id(param), self._job(table, names[id(param)], param, grad, options))
         for number, job in enumerate(found.values()):
             job.number = number
         return {self.store.home(job.param).unit: job for job in found.values()}

@@ -46,6 +46,14 @@ class OnePass(Units):
         twin.state.update((key, compact_copy(state)) for key, state in self.inner.state.items())
         return twin
 
+    @property
+    def host_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in map(local_of, self._moved.values()))
+
+    @property
+    def device_bytes(self) -> int:
+        return self.host_bytes
+
     def step(self, grad_scale: float) -> None:
         inner = self.inner
         params = list({id(p): p for p in self.params() if p.grad is not None}.values())

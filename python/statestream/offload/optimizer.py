@@ -28,6 +28,7 @@ from statestream.offload.element_ranges import ElementRanges
 from statestream.offload.muon import MuonBatches
 from statestream.offload.muon_layouts import muon_layout
 from statestream.offload.one_pass import OnePass
+from statestream.offload.step_plan import StepPlan, plan_of
 from statestream.offload.whole_parameters import WholeParameters
 from statestream.quantized import is_quantized
 from statestream.scaling import scaling_of
@@ -57,7 +58,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         step_chunk_bytes: bound, in bytes, of all state on the device at any moment. Strict for FusedAdam, whose
             parameters are cut into ranges of elements (at least 256). Of other optimizers a parameter is the
             smallest piece, of a Muon over several ranks a batch of matrices: one that alone exceeds the bound is
-            stepped alone, and a warning says so. None: everything in one pass.
+            stepped alone, and a warning says so with both numbers. None: everything in one pass. `plan` tells what
+            comes of it.
         elementwise: whether each parameter's update depends on that parameter, its gradient and its state alone.
             Known for torch's optimizers; of others it has to be said. False: all state moves in one pass.
         state_dict_snapshot: `state_dict()` copies, so that the result does not change with later steps. False:
@@ -76,7 +78,6 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     gradients; a skipped step moves nothing.
     """
 
-    @torch.inference_mode(False)
     @torch.no_grad()
     def __init__(
         self,
@@ -115,15 +116,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             units = MuonBatches(self.inner, device, budget, layout)
         else:
             units = WholeParameters(self.inner, device, budget)
-        plan = units.store.plan
-        oversize = [chunk.nbytes for chunk in plan.chunks if chunk.pieces[0].unit in plan.oversize]
-        if oversize and not units.splits_parameters:
-            warnings.warn(
-                f"{len(oversize)} {units.smallest} need more than step_chunk_bytes={budget} by themselves, the largest "
-                f"{max(oversize)} bytes; each is stepped alone, and that is the bound",
-                RuntimeWarning,
-                stacklevel=4,  # past torch.no_grad
-            )
+        if complaint := plan_of(units).complaint(units.smallest):
+            warnings.warn(complaint, RuntimeWarning, stacklevel=4)  # past torch.no_grad
         return units
 
     # ---- what is shared with the inner optimizer ----
@@ -169,20 +163,25 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return self._settings["state_dict_snapshot"]
 
     @property
+    def plan(self) -> StepPlan:
+        """Bytes on the device and the host, chunks, and what does not fit the bound: known before the first step."""
+        return plan_of(self.units)
+
+    @property
     def host_state_bytes(self) -> int:
         """Bytes of host memory that hold state."""
-        return self.units.store.nbytes
+        return self.units.host_bytes
 
     @property
     def pinned_bytes(self) -> int:
         """How many of them are pinned."""
         return self.units.device.memory.pinned_bytes
 
-    @torch.inference_mode(False)
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; host memory for the new parameters' state is taken here."""
         self.units.wait()
+        alone = self.plan.alone
         self.inner.add_param_group(param_group)
         try:
             _check_groups(self.inner, self.inner.param_groups[-1:])
@@ -191,6 +190,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.inner.param_groups.pop()
             raise
+        if self.plan.alone != alone:
+            warnings.warn(self.plan.complaint(self.units.smallest), RuntimeWarning, stacklevel=3)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As the inner optimizer does."""
@@ -281,7 +282,6 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
                 state_dict = changed
         return state_dict
 
-    @torch.inference_mode(False)
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads into the host state in place, whatever device the values are on. All is checked first: a load that
@@ -304,7 +304,6 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self.units.wait()
         return {"settings": self._settings, "inner": self.units.detached()}
 
-    @torch.inference_mode(False)
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__["inner"] = state["inner"]

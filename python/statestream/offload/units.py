@@ -64,6 +64,25 @@ class Units:
     def params(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.inner.param_groups)
 
+    def names(self) -> dict[int, str]:
+        """What errors call each parameter, by id."""
+        found: dict[int, str] = {}
+        for number, group in enumerate(self.inner.param_groups):
+            names = group.get("param_names")
+            for i, param in enumerate(group["params"]):
+                found.setdefault(id(param), f"'{names[i]}'" if names else f"parameter {i} of group {number}")
+        return found
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that holds state."""
+        return self.store.nbytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Most state on the device at any moment of a step."""
+        return self.store.plan.ring_bytes
+
     def follow(self, params: list[Tensor]) -> None:
         """Streams to where the parameters are now: a model may have moved since. ValueError for several places."""
         devices = {local_of(param).device for param in params}

@@ -66,24 +66,23 @@ class WholeParameters(Units):
         wanted = {id(p) for p in params if self.store.home(p) is None}
         new: list[Member] = []
         planned: dict[int, list[StateKind]] = {}
+        names = self.names()
         for number, group in enumerate(self.inner.param_groups):
-            names = group.get("param_names")
-            for i, param in enumerate(group["params"]):
+            for param in group["params"]:
                 if id(param) in wanted:
                     wanted.discard(id(param))
                     kinds, largest = self._kinds(group, number, param)
-                    name = f"'{names[i]}'" if names else f"parameter {i} of group {number}"
-                    new.append(Member(param, name, {k.name: k for k in kinds}))
+                    new.append(Member(param, names[id(param)], {k.name: k for k in kinds}))
                     planned[id(param)] = largest
         if not new:
             return
-        names = tuple(dict.fromkeys(name for m in new for name in m.kinds))
+        kinds = tuple(dict.fromkeys(name for m in new for name in m.kinds))
         entries = []
         for together in self._together(new):
             first = len(entries)
-            entries += [self._entry(m, planned[id(m.param)], names) for m in together]
+            entries += [self._entry(m, planned[id(m.param)], kinds) for m in together]
             entries[first + 1 :] = [replace(e, unit=replace(e.unit, joined=True)) for e in entries[first + 1 :]]
-        self.store.add(names, entries)
+        self.store.add(kinds, entries)
         self.members.update((id(m.param), m) for m in new)
 
     def _together(self, members: list[Member]) -> list[list[Member]]:
@@ -125,6 +124,8 @@ class WholeParameters(Units):
                 host[name] = value.to("cpu") if isinstance(value, Tensor) else value
         return host
 
+    @torch.inference_mode(False)  # a view of inference mode could not be written outside of it
+    @torch.no_grad()
     def _bound(self, member: Member, name: str, like: Tensor) -> Tensor:
         """The state's tensor in host memory, distributed as `like` is."""
         bound = member.bound.get(name)
@@ -249,6 +250,11 @@ class WholeParameters(Units):
                         RuntimeWarning,
                         stacklevel=2,
                     )
+            elif isinstance(value, Tensor) and value.layout is not torch.strided:
+                raise ValueError(
+                    f"state {name!r} of {member.name} is {value.layout}, as a sparse gradient makes it, and only dense "
+                    "state is streamed; pass elementwise=False to move all of it in one pass"
+                )
             elif isinstance(value, Tensor) and (
                 tuple(local_of(value).shape) != kind.shape or local_of(value).dtype is not kind.dtype
             ):

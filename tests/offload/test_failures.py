@@ -1,0 +1,193 @@
+"""Errors of others: hooks, closures, the optimizer's own code, memory that is refused. Nothing is left half done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream.offload.device import HostMemory
+
+from .conftest import assert_same_training, make_params, set_grads, train
+from .makers import SignDescent
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes")
+
+MAKERS = {
+    "fused_adam": lambda p: FusedAdam(p, lr=0.1, master_weights=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+}
+CHUNK = 3_000
+
+
+@pytest.fixture(params=MAKERS)
+def make(request):
+    return MAKERS[request.param]
+
+
+class Refusing:
+    """Host memory that is refused at the n-th request (from 0), once."""
+
+    def __init__(self, monkeypatch, n):
+        self.asked, block = 0, HostMemory.block
+
+        def counted(memory, nbytes):
+            self.asked += 1
+            if self.asked == n + 1:
+                raise OSError(12, "Cannot allocate memory")
+            return block(memory, nbytes)
+
+        monkeypatch.setattr(HostMemory, "block", counted)
+
+
+# ---- user code that raises ----
+
+
+@pytest.mark.parametrize("where", ["pre", "post", "inner pre", "inner post"])
+def test_a_hook_that_raises(make, where):
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK), make(reference)
+    train(optimizer, params, [0])
+    train(plain, reference, [0])
+
+    def hook(*_):
+        raise ArithmeticError("of the hook")
+
+    owner = optimizer.inner if "inner" in where else optimizer
+    before = "pre" in where
+    handle = owner.register_step_pre_hook(hook) if before else owner.register_step_post_hook(hook)
+    set_grads(params, 1)
+    grads, weights = [p.grad for p in params], [p.detach().clone() for p in params]
+    with pytest.raises(ArithmeticError, match="of the hook"):
+        optimizer.step()
+    handle.remove()
+    assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+    if before:
+        assert all(torch.equal(p, old) for p, old in zip(params, weights, strict=True))
+        optimizer.step()
+    train(plain, reference, [1])
+    assert_same_training(params, optimizer, reference, plain)
+
+
+def test_a_closure_that_raises_changes_nothing(make):
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK), make(reference)
+    train(optimizer, params, [0])
+    train(plain, reference, [0])
+    set_grads(params, 1)
+
+    def closure():
+        raise ArithmeticError("of the closure")
+
+    with pytest.raises(ArithmeticError, match="of the closure"):
+        optimizer.step(closure)
+    assert_same_training(params, optimizer, reference, plain)
+    optimizer.step()
+    train(plain, reference, [1])
+    assert_same_training(params, optimizer, reference, plain)
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_step_that_fails_in_the_middle_of_a_chunk_is_undone(step, elementwise):
+    """The chunk's other parameters were updated already, the failing one and its state were spoilt."""
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(SignDescent(params), None if not elementwise else 60_000, elementwise=elementwise)
+    train(optimizer, params, range(step))
+    before = [p.detach().clone() for p in params]
+    states = [{k: v.clone() for k, v in optimizer.state.get(p, {}).items()} for p in params]
+    set_grads(params, step)
+    grads = [p.grad for p in params]
+    optimizer.inner.fail_at = params[3].numel()
+    with pytest.raises(ArithmeticError, match="told to fail"):
+        optimizer.step()
+    optimizer.inner.fail_at = None
+    assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+    assert [len(g["params"]) for g in optimizer.param_groups] == [6]
+    for p, old, state in zip(params[3:], before[3:], states[3:], strict=True):
+        assert torch.equal(p, old)
+        for name, value in state.items():
+            assert torch.equal(optimizer.state[p][name], value)
+    optimizer.step()
+    assert all(torch.isfinite(p).all() and p.abs().max() < 100 for p in params)
+
+
+def test_a_gradient_older_than_the_parameters_dtype_is_an_error_and_stays():
+    """It could be hidden while other chunks step, and torch would not take it back."""
+    params = make_params(torch.bfloat16)
+    optimizer = CPUOffloadOptimizer(MAKERS["sgd_momentum"](params), CHUNK)
+    train(optimizer, params, [0])
+    params[4].data = params[4].data.float()
+    grads, weights = [p.grad for p in params], [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=r"torch.bfloat16 belongs to a parameter that is torch.float32"):
+        optimizer.step()
+    assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+    assert all(torch.equal(p, old) for p, old in zip(params, weights, strict=True))
+    train(optimizer, params, [1])
+
+
+# ---- host memory that is refused ----
+
+
+@pytest.mark.parametrize("n", range(3))
+def test_memory_refused_in_the_constructor_leaves_the_optimizer_as_it_was(make, n, monkeypatch):
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    inner, plain = make(params), make(reference)
+    train(inner, params, [0])
+    train(plain, reference, [0])
+    refusing, before = Refusing(monkeypatch, n), dict(vars(inner))
+    try:
+        CPUOffloadOptimizer(inner, CHUNK)
+    except OSError as error:
+        assert error.errno == 12
+    else:
+        assert refusing.asked <= n  # of states that it has, all were granted
+        return
+    assert all(vars(inner)[name] is value for name, value in before.items())
+    train(inner, params, [1])
+    train(plain, reference, [1])
+    assert_same_training(params, inner, reference, plain)
+    optimizer = CPUOffloadOptimizer(inner, CHUNK)
+    train(optimizer, params, [2])
+    train(plain, reference, [2])
+    assert_same_training(params, optimizer, reference, plain)
+
+
+def test_memory_refused_for_a_group_that_is_added(make, monkeypatch):
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    optimizer, plain = CPUOffloadOptimizer(make(params[:3]), CHUNK), make(reference[:3])
+    train(optimizer, params[:3], [0])
+    train(plain, reference[:3], [0])
+    Refusing(monkeypatch, 0)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        optimizer.add_param_group({"params": params[3:]})
+    assert len(optimizer.param_groups) == 1
+    train(optimizer, params[:3], [1])
+    train(plain, reference[:3], [1])
+    assert_same_training(params[:3], optimizer, reference[:3], plain)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        o.add_param_group({"params": ps[3:]})
+        train(o, ps, [2])
+    assert_same_training(params, optimizer, reference, plain)
+
+
+def test_memory_refused_in_a_step_changes_nothing(make, monkeypatch):
+    """Parameters that were frozen get their memory when they first have a gradient."""
+    params, reference = make_params(), make_params()
+    for p in (*params[3:], *reference[3:]):
+        p.requires_grad_(False)
+    optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK), make(reference)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [0], lambda _: (3, 4, 5))
+        for p in ps:
+            p.requires_grad_(True)
+    set_grads(params, 1)
+    grads, weights = [p.grad for p in params], [p.detach().clone() for p in params]
+    Refusing(monkeypatch, 0)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        optimizer.step()
+    assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+    assert all(torch.equal(p, old) for p, old in zip(params, weights, strict=True))
+    optimizer.step()
+    train(plain, reference, [1])
+    assert_same_training(params, optimizer, reference, plain)

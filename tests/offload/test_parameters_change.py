@@ -1,0 +1,203 @@
+"""Parameters that change after the optimizer was built: frozen, replaced, moved, of another dtype or layout."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream.offload.device import HostDevice, HostMemory
+
+from .conftest import Pinning, assert_same_training, assert_same_values, make_params, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes")
+
+MAKERS = {
+    "fused_adam": lambda p: FusedAdam(p, lr=0.1, master_weights=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+}
+CHUNK = 60_000
+
+
+@pytest.mark.parametrize("name", ["fused_adam", "adamw"])
+def test_frozen_parameters_cost_nothing_and_train_when_they_are_unfrozen(name):
+    shapes = [(1000,)] * 10
+    params, reference = make_params(shapes=shapes), make_params(shapes=shapes)
+    for ps in (params, reference):
+        for p in ps[1:]:
+            p.requires_grad_(False)
+    optimizer, plain = CPUOffloadOptimizer(MAKERS[name](params), 20_000), MAKERS[name](reference)
+    one = optimizer.host_state_bytes
+    assert one == 2 * 1024 * 4
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [0, 1], missing=lambda _: range(1, 10))
+        for p in ps:
+            p.requires_grad_(True)
+        train(o, ps, [2, 3])
+    assert optimizer.host_state_bytes == 10 * one
+    assert_same_training(params, optimizer, reference, plain)
+
+
+@pytest.mark.parametrize("name", ["fused_adam", "adamw"])
+def test_parameters_that_are_replaced_are_followed(name):
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(MAKERS[name](params), 20_000), MAKERS[name](reference)
+    size = optimizer.host_state_bytes
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [0])
+        fresh = make_params(seed=4)
+        o.param_groups[0]["params"][:] = fresh
+        ps[:] = fresh
+        train(o, ps, [1, 2])
+    assert_same_training(params, optimizer, reference, plain)
+    assert optimizer.host_state_bytes == size, "memory of parameters that are gone is kept"
+
+
+@pytest.mark.parametrize("name", ["fused_adam", "adamw", "adamw_masters"])
+@pytest.mark.parametrize("then", ["step", "save"])
+def test_tensors_that_a_trainer_puts_in_the_state_are_taken_back(name, then):
+    """Lightning, for one, replaces every state by a copy on the model's device."""
+    make = (lambda p: FusedAdam(p, lr=0.1, master_weights=True)) if name == "adamw_masters" else MAKERS[name]
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK), make(reference)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, range(2))
+        for p in ps:
+            o.state[p] = {k: v.clone().mul_(2.0) for k, v in o.state[p].items()}
+        if then == "step":
+            train(o, ps, [2])
+    saved = optimizer.state_dict()
+    storages = {a.block.untyped_storage().data_ptr() for b in optimizer.units.store.banks for a in b.arenas}
+    assert all(optimizer.state[p]["exp_avg"].untyped_storage().data_ptr() in storages for p in params)
+    for i, state in plain.state_dict()["state"].items():
+        for key, value in state.items():
+            assert_same_values(saved["state"][i][key], value, key)
+    train(optimizer, params, range(3, 5))
+    train(plain, reference, range(3, 5))
+    assert_same_training(params, optimizer, reference, plain)
+    for p in params:
+        assert optimizer.state[p]["exp_avg"].untyped_storage().data_ptr() in storages
+
+
+def test_parameters_that_change_their_shape_in_place():
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 3_000), FusedAdam(reference, lr=0.1)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, range(2))
+        for i in (0, 4):
+            ps[i].data = torch.ones(5, 300 + i)
+        train(o, ps, range(2, 4))
+    assert_same_training(params, optimizer, reference, plain)
+
+
+@pytest.mark.parametrize("name", ["fused_adam", "adamw"])
+def test_an_older_group_may_go_and_a_newer_one_stay(name):
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(MAKERS[name](params[:3]), 20_000), MAKERS[name](reference[:3])
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps[:3], [0])
+        o.add_param_group({"params": ps[3:]})
+        train(o, ps, [1])
+        ps[:3] = make_params(seed=4)[:3]
+        o.param_groups[0]["params"][:] = ps[:3]
+        train(o, ps, [2, 3])
+    assert len(optimizer.units.store.banks) == 2
+    assert_same_training(params, optimizer, reference, plain)
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_meta_parameters_that_become_real_later(swap, monkeypatch):
+    """In place, or as new parameters that are put in the groups."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", swap)
+    with torch.device("meta"):
+        model = torch.nn.Linear(20, 30).to(torch.bfloat16)
+    optimizer = CPUOffloadOptimizer(FusedAdam(model.parameters(), lr=0.1, master_weights=True), 3000)
+    reference = torch.nn.Linear(20, 30).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.load_state_dict(reference.state_dict())
+    params, others = list(model.parameters()), list(reference.parameters())
+    if not swap:
+        optimizer.param_groups[0]["params"][:] = params
+    plain = FusedAdam(others, lr=0.1, master_weights=True)
+    train(optimizer, params, range(3))
+    train(plain, others, range(3))
+    assert_same_training(params, optimizer, others, plain)
+
+
+def pair_of(make, dtype=torch.float32, shapes=None, chunk=3_000):
+    kwargs = {} if shapes is None else {"shapes": shapes}
+    params, reference = make_params(dtype, **kwargs), make_params(dtype, **kwargs)
+    return params, CPUOffloadOptimizer(make(params), chunk), reference, make(reference)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: FusedAdam(p, lr=0.1),
+        lambda p: torch.optim.AdamW(p, lr=0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+    ],
+)
+def test_a_memory_format_that_changes_under_the_state(make):
+    """The state of torch's optimizers keeps its own strides: in the ring it has to be read with them."""
+    params, optimizer, reference, plain = pair_of(make, shapes=[(8, 3, 5, 5), (30,), (40, 20)])
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [0])
+        ps[0].data = ps[0].data.to(memory_format=torch.channels_last)
+        ps[2].data = ps[2].data.t().contiguous().t()
+        train(o, ps, [1, 2])
+        o.load_state_dict(o.state_dict())
+        train(o, ps, [3])
+    assert_same_training(params, optimizer, reference, plain)
+
+
+@pytest.mark.parametrize("new", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: FusedAdam(p, lr=0.1, master_weights=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.Adagrad(p, lr=0.1),
+    ],
+)
+def test_a_model_that_changes_its_dtype(make, new):
+    """Those of torch's optimizers that go on with the state they have."""
+    params, optimizer, reference, plain = pair_of(make, torch.bfloat16 if new is torch.float32 else torch.float32)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [0])
+        for p in ps:
+            p.grad = None
+            p.data = p.data.to(new)
+        train(o, ps, [1, 2])
+    assert_same_training(params, optimizer, reference, plain)
+    assert len(optimizer.units.store.banks) == 1, "each parameter has a bank of its own now"
+    live = {a.block.untyped_storage().data_ptr() for b in optimizer.units.store.banks for a in b.arenas}
+    for p in params:
+        for name, value in optimizer.state[p].items():
+            assert not value.dim() or value.untyped_storage().data_ptr() in live, name
+
+
+@pytest.mark.parametrize("name", ["fused_adam", "adamw"])
+def test_state_of_a_model_that_moves_to_a_gpu_is_pinned_then(name, on_device):
+    """Built for parameters on the CPU or the meta device its memory is pageable; copies would never overlap."""
+    params, optimizer, reference, plain = pair_of(MAKERS[name], torch.bfloat16)
+    train(optimizer, params, [0])
+    train(plain, reference, [0])
+    assert optimizer.pinned_bytes == 0
+    pinning = Pinning()
+    gpu = on_device(HostDevice())
+    gpu.memory = HostMemory(pinning.pin, pinning.unpin)
+    optimizer.units.device.torch_device = torch.device("cuda")  # as if the parameters had been elsewhere until now
+    train(optimizer, params, range(1, 3))
+    train(plain, reference, range(1, 3))
+    assert_same_training(params, optimizer, reference, plain)
+    assert optimizer.units.device is gpu
+    assert optimizer.pinned_bytes == optimizer.host_state_bytes == sum(pinning.pinned.values())
+    for bank in optimizer.units.store.banks:
+        for arena in bank.arenas:
+            assert pinning.pinned.get(arena.block.data_ptr(), 0) == arena.nbytes
+    del optimizer, bank, arena
+    gc.collect()
+    assert not pinning.pinned
