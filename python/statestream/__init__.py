@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from statestream.fused_adam import FusedAdam
     from statestream.offload import CPUOffloadOptimizer
+    from statestream.planner.live import plan
 
-__all__ = ["CPUOffloadOptimizer", "FusedAdam"]
+__all__ = ["CPUOffloadOptimizer", "FusedAdam", "plan"]
 __version__ = "0.1.0"
 
-_HOMES = {"FusedAdam": "statestream.fused_adam", "CPUOffloadOptimizer": "statestream.offload"}
+_HOMES = {
+    "CPUOffloadOptimizer": "statestream.offload",
+    "FusedAdam": "statestream.fused_adam",
+    "plan": "statestream.planner.live",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: `statestream demo`.
+"""The command line: `statestream demo` and `statestream plan`.
 
 Nothing heavy is imported before a command runs, so that --help and a mistyped option answer at once.
 """
@@ -74,6 +74,75 @@ def demo(
         return run_demo(settings)
     except OSError as error:
         raise Refused(str(error)) from error
+
+
+@app.command()
+def plan(
+    source: Annotated[
+        Optional[Path],  # noqa: UP045 - typer evaluates it
+        typer.Argument(help="A Hugging Face config.json, safetensors files or their index, a DCP checkpoint."),
+    ] = None,
+    params: Annotated[Optional[str], typer.Option(help="Instead: so many parameters, 8e9 or 8B.")] = None,  # noqa: UP045
+    layers: Annotated[Optional[int], typer.Option(help="With --params: in so many layers.")] = None,  # noqa: UP045
+    ranks: Annotated[Optional[int], typer.Option(help="Ranks that shard it all, as FSDP2 does.")] = None,  # noqa: UP045
+    mesh: Annotated[Optional[str], typer.Option(help="Instead: replicate=2,shard=8,tensor=4.")] = None,  # noqa: UP045
+    weights: Annotated[Optional[str], typer.Option(help="fp32, bf16, fp16 or fp8; as the source says.")] = None,  # noqa: UP045
+    grads: Annotated[Optional[str], typer.Option(help="The same, of gradients; as the weights.")] = None,  # noqa: UP045
+    moments: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp8; two for exp_avg,exp_avg_sq.")] = "fp32",
+    masters: Annotated[str, typer.Option(help="Of 16-bit weights: fp32, fp16, remainders or none.")] = "fp32",
+    offload: Annotated[bool, typer.Option("--offload", help="State in host memory: CPUOffloadOptimizer.")] = False,
+    chunk: Annotated[Optional[str], typer.Option(help="Its step_chunk_bytes, such as 1GiB.")] = None,  # noqa: UP045
+    export: Annotated[str, typer.Option(help="Where a checkpoint export goes: device or host.")] = "device",
+    staging: Annotated[str, typer.Option(help="export_staging_bytes.")] = "64MiB",
+    gpu_memory: Annotated[Optional[str], typer.Option(help="Propose what fits, such as 80GiB.")] = None,  # noqa: UP045
+    reserve: Annotated[Optional[str], typer.Option(help="Kept of it for activations; a fifth.")] = None,  # noqa: UP045
+    link: Annotated[Optional[str], typer.Option(help="Host to device, each way: 55GB/s.")] = None,  # noqa: UP045
+    device_bandwidth: Annotated[Optional[str], typer.Option(help="Of device memory: 4TB/s.")] = None,  # noqa: UP045
+    disk: Annotated[Optional[str], typer.Option(help="Of one rank's disk: 2GB/s.")] = None,  # noqa: UP045
+    json: Annotated[bool, typer.Option("--json", help="Print bytes and seconds as JSON.")] = False,
+    png: Annotated[Optional[Path], typer.Option(help="Draw stacked bars into this file.")] = None,  # noqa: UP045
+) -> int:
+    """Bytes that training takes on each rank: weights, gradients, optimizer state, and on top of them a step, a
+    checkpoint export and a load. With --gpu-memory it proposes the least intrusive way that fits.
+
+    Exit status: 0 planned, 1 nothing fits the GPU, 2 it could not be planned.
+    """
+    from statestream.planner.command import plan_files, show
+    from statestream.planner.quantities import BadOption
+    from statestream.planner.settings import Settings
+    from statestream.planner.times import Rates
+
+    try:
+        settings = Settings.checked(
+            weights=weights,
+            grads=grads,
+            moments=moments,
+            masters=masters,
+            offload=offload,
+            chunk=chunk,
+            export=export,
+            staging=staging,
+        )
+        made = plan_files(
+            source,
+            params=params,
+            layers=layers,
+            ranks=ranks,
+            mesh=mesh,
+            settings=settings,
+            rates=Rates.checked(link, device_bandwidth, disk),
+            gpu_memory=gpu_memory,
+            reserve=reserve,
+        )
+        show(made, json, png)
+    except BadOption as error:
+        raise _refused(error.name, error.problem) from error
+    return FAILED if made.gpu_memory is not None and made.proposal is None else 0
+
+
+def _refused(name: str, problem: str) -> Refused:
+    """A positional argument speaks for itself; an option is called as it is written."""
+    return Refused(problem if name == "source" else f"--{name.replace('_', '-')}: {problem}")
 
 
 def main(args: list[str] | None = None) -> None:

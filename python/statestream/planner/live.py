@@ -1,0 +1,122 @@
+"""`statestream.plan`: the plan of a model that is there, on this rank, by its own tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from statestream.planner.formats import MASTERS, MOMENTS, REMAINDERS, WEIGHTS, Format, format_named
+from statestream.planner.mesh import Share
+from statestream.planner.model import Parameter
+from statestream.planner.plans import Plan, make_plan
+from statestream.planner.quantities import BadOption, parse_bytes
+from statestream.planner.settings import Settings
+from statestream.planner.times import Rates
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["plan"]
+
+
+def plan(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    gpu_memory: str | int | None = None,
+    reserve: str | int | None = None,
+    link: str | int | None = None,
+    device_bandwidth: str | int | None = None,
+    disk: str | int | None = None,
+    **options: Any,
+) -> Plan:
+    """What training `model` takes on this rank, in bytes: of its own local tensors, on whatever device (meta too).
+
+    Args:
+        model: its parameters, sharded or not; buffers and frozen parameters count as weights alone.
+        optimizer: a FusedAdam or a CPUOffloadOptimizer of one, whose settings are taken.
+        gpu_memory, reserve: bytes, or texts such as "80GiB": then the plan proposes what fits. `reserve` is kept for
+            activations and what else is not counted; a fifth of gpu_memory by default.
+        link, device_bandwidth, disk: bytes a second, or texts such as "55GB/s": then the plan has times.
+        options: without an optimizer, what `statestream plan` takes by these names: moments="bf16",
+            masters="remainders", grads="fp32", offload=True, chunk="1GiB", export="host", staging="64MiB".
+
+    Raises:
+        ValueError: an option that cannot be, by its name.
+        TypeError: an optimizer of which no plan is made, or an unknown option.
+    """
+    if optimizer is not None and options:
+        raise TypeError(f"plan() takes the settings of the optimizer; {next(iter(options))!r} cannot be given as well")
+    settings = Settings.checked(**options) if optimizer is None else _settings_of(optimizer)
+    memory = None if gpu_memory is None else parse_bytes("gpu_memory", gpu_memory)
+    kept = None if not reserve else parse_bytes("reserve", reserve)
+    if reserve is not None and memory is None:
+        raise BadOption("reserve", "it is part of a GPU's memory; give gpu_memory too")
+    return make_plan(
+        _shares(model, optimizer),
+        settings,
+        source=type(model).__name__,
+        ranks=_ranks(model),
+        rates=Rates.checked(link, device_bandwidth, disk),
+        gpu_memory=memory,
+        reserve=0 if reserve is not None and not kept else kept,
+    )
+
+
+def _shares(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Share]:
+    from statestream.tensors import local_of
+
+    members = None
+    if optimizer is not None:
+        members = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    shares = []
+    for name, param in model.named_parameters():
+        trained = param.requires_grad and (members is None or id(param) in members)
+        named = Parameter(name, tuple(param.shape), _stored(name, param), trained)
+        shares.append(Share(named, tuple(local_of(param.detach()).shape)))
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():  # others are counters and masks
+            shares.append(
+                Share(
+                    Parameter(name, tuple(buffer.shape), _stored(name, buffer), trained=False),
+                    tuple(local_of(buffer).shape),
+                )
+            )
+    return shares
+
+
+def _stored(name: str, tensor: torch.Tensor) -> str:
+    from statestream.quantized import is_quantized
+    from statestream.tensors import local_of
+
+    if is_quantized(local_of(tensor.detach())):
+        return "fp8"
+    return format_named(name, str(tensor.dtype), WEIGHTS).name
+
+
+def _ranks(model: torch.nn.Module) -> int:
+    meshes = [p.device_mesh for p in model.parameters() if hasattr(p, "device_mesh")]
+    return max((mesh.size() for mesh in meshes), default=1)
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    from statestream import CPUOffloadOptimizer, FusedAdam
+
+    offload = isinstance(optimizer, CPUOffloadOptimizer)
+    inner = optimizer.inner if offload else optimizer
+    if not isinstance(inner, FusedAdam):
+        raise TypeError(f"plan() knows the state of FusedAdam, not of {type(inner).__name__}; leave the optimizer out")
+    form = inner.form
+    master: Format | None = None
+    if form.master_weights:
+        master = (
+            REMAINDERS if form.remainders else format_named("master_weight_dtype", inner.master_weight_dtype, MASTERS)
+        )
+    return Settings(
+        exp_avg=format_named("exp_avg_dtype", form.exp_avg, MOMENTS),
+        exp_avg_sq=format_named("exp_avg_sq_dtype", form.exp_avg_sq, MOMENTS),
+        master=master,
+        offload=offload,
+        chunk=optimizer.step_chunk_bytes if offload else None,
+        host_export=inner.state_dict_cpu_offload,
+        staging=inner.export_staging_bytes,
+    )

@@ -1,0 +1,77 @@
+"""The least intrusive way of training that fits a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from statestream.planner.estimate import Estimate, estimate
+from statestream.planner.formats import FP32, MOMENTS, REMAINDERS
+from statestream.planner.mesh import Share
+from statestream.planner.settings import DEFAULT_CHUNK, Settings
+
+__all__ = ["Proposal", "propose"]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """`changes` says what differs from the way that was asked for."""
+
+    changes: str
+    settings: Settings
+    estimate: Estimate
+    fits: bool
+
+    @property
+    def needed(self) -> int:
+        """Device bytes without the reserve."""
+        return self.estimate.device_peak
+
+
+def propose(
+    shares: Sequence[Share], asked: Settings, default_dtype: str, gpu_memory: int, reserve: int
+) -> list[Proposal]:
+    """Ways from the least to the most intrusive, up to the first that fits; all, where none does.
+
+    First what changes no training at all (where an export goes), then what changes no precision (the masters' other
+    halves), then precision (BF16 moments), and last what makes each step wait for the link.
+
+    A way fits where weights, gradients and state leave room for `reserve` (activations, gathered layers, the context),
+    which a step, an export and a load may use in their turn.
+    """
+    found: list[Proposal] = []
+    for changes, settings in _ladder(asked, _has_bf16(shares, asked, default_dtype)):
+        made = estimate(shares, settings, default_dtype)
+        extra = max(reserve, made.device_peak - made.resident)
+        found.append(Proposal(changes, settings, made, made.resident + extra <= gpu_memory))
+        if found[-1].fits:
+            break
+    return found
+
+
+def _has_bf16(shares: Sequence[Share], asked: Settings, default_dtype: str) -> bool:
+    names = {asked.weights.name} if asked.weights else {s.parameter.dtype or default_dtype for s in shares}
+    return "bf16" in names and names <= {"bf16", "fp32"}
+
+
+def _ladder(asked: Settings, bf16_weights: bool) -> list[tuple[str, Settings]]:
+    ladder = [("as asked", asked)]
+    now = asked
+    if asked.offload:
+        if asked.chunk is None or asked.chunk > DEFAULT_CHUNK:
+            ladder.append(("state in chunks of 1 GiB", asked.with_(chunk=DEFAULT_CHUNK)))
+        return ladder
+    said = []
+    if not now.host_export:
+        now, said = now.with_(host_export=True), ["export to the host"]
+        ladder.append((", ".join(said), now))
+    if now.master is FP32 and bf16_weights:
+        now, said = now.with_(master=REMAINDERS), [*said, "remainders for masters"]
+        ladder.append((", ".join(said), now))
+    if FP32 in (now.exp_avg, now.exp_avg_sq):
+        bf16 = MOMENTS["bf16"]
+        moments = [bf16 if stored is FP32 else stored for stored in (now.exp_avg, now.exp_avg_sq)]
+        now, said = now.with_(exp_avg=moments[0], exp_avg_sq=moments[1]), [*said, "BF16 moments"]
+        ladder.append((", ".join(said), now))
+    ladder.append(("state in host memory", asked.with_(offload=True, chunk=DEFAULT_CHUNK)))
+    return ladder

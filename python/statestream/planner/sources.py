@@ -1,0 +1,171 @@
+"""A model's shapes out of files: a Hugging Face config.json, safetensors files or their index, a DCP checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from statestream.planner.dcp_metadata import METADATA, model_of_checkpoint
+from statestream.planner.families import FAMILIES, shapes_of
+from statestream.planner.formats import WEIGHTS, format_named
+from statestream.planner.model import Model, Parameter, model_of_size
+from statestream.planner.quantities import BadOption
+
+__all__ = ["read_model"]
+
+_INDEX = ".safetensors.index.json"
+_HEADER_LIMIT = 100 << 20
+"""Bytes of a safetensors header: the format's own limit."""
+
+_SAFETENSORS_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "fp8"}
+
+
+def read_model(path: Path) -> Model:
+    """By what is at `path`, a file or a folder. A folder's safetensors files come before its config.json, which come
+    before an index alone. BadOption, naming the file, where there is nothing that can be read."""
+    try:
+        return _read(path)
+    except OSError as error:
+        raise BadOption("source", f"{str(path)!r} cannot be read: {error.strerror or error}") from None
+
+
+def _read(path: Path) -> Model:
+    if not path.exists():
+        raise BadOption("source", f"{str(path)!r} does not exist")
+    if path.is_dir():
+        return _read_folder(path)
+    if path.name == METADATA:
+        return model_of_checkpoint(path)
+    if path.suffix == ".safetensors":
+        return _from_files([path], path)
+    values = _json(path)
+    if "weight_map" in values:
+        return _from_index(path, values)
+    return _from_config(path, values)
+
+
+def _read_folder(path: Path) -> Model:
+    if (path / METADATA).exists():
+        return model_of_checkpoint(path / METADATA)
+    files = sorted(path.glob("*.safetensors"))
+    indices = sorted(path.glob(f"*{_INDEX}"))
+    if indices:
+        parts = {path / name for name in _weight_map(indices[0], _json(indices[0])).values()}
+        if all(part.exists() for part in parts):
+            return _from_files(sorted(parts), path)
+    elif files:
+        return _from_files(files, path)
+    if (path / "config.json").exists():
+        return _read(path / "config.json")
+    if indices:
+        return _read(indices[0])
+    raise BadOption("source", f"{str(path)!r} has no config.json, no safetensors files and no {METADATA} of DCP in it")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise BadOption("source", f"{str(path)!r} is no JSON file: {error}") from None
+    if not isinstance(values, dict):
+        raise BadOption("source", f"{str(path)!r} holds no object; expected a config.json or a safetensors index")
+    return values
+
+
+# ---- safetensors ----
+
+
+def _from_files(files: list[Path], source: Path) -> Model:
+    parameters = []
+    for file in files:
+        for name, entry in _header(file).items():
+            if name == "__metadata__":
+                continue
+            try:
+                shape, dtype = tuple(map(int, entry["shape"])), _SAFETENSORS_DTYPES.get(entry["dtype"])
+            except (KeyError, TypeError, ValueError):
+                raise BadOption("source", f"{str(file)!r} has a header that says no shape of {name!r}") from None
+            if dtype is not None:  # integers are no weights
+                parameters.append(Parameter(name, shape, dtype))
+    if not parameters:
+        raise BadOption("source", f"{str(source)!r} holds no weights of {', '.join(_SAFETENSORS_DTYPES.values())}")
+    return Model(str(source), tuple(parameters))
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Names to dtypes and shapes: JSON behind 8 bytes with its length, at the beginning of the file."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > min(_HEADER_LIMIT, file.stat().st_size):
+            raise BadOption("source", f"{str(file)!r} is no safetensors file: its header would have {length} bytes")
+        text = stream.read(length)
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise BadOption("source", f"{str(file)!r} is no safetensors file: its header is not JSON")
+    return header
+
+
+def _weight_map(path: Path, values: Mapping[str, Any]) -> dict[str, str]:
+    found = values.get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(v, str) for v in found.values()):
+        raise BadOption("source", f"{str(path)!r} has no weight_map of names to files")
+    return found
+
+
+def _from_index(path: Path, values: Mapping[str, Any]) -> Model:
+    """With its files beside it their shapes; without, the number of bytes that it states."""
+    names = _weight_map(path, values)
+    parts = {path.parent / name for name in names.values()}
+    if all(part.exists() for part in parts):
+        return _from_files(sorted(parts), path)
+    metadata = values.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if not isinstance(total, (int, float)) or isinstance(total, bool) or not 2 <= total <= 1e18:
+        raise BadOption("source", f"{str(path)!r} states no total_size, and its files are not beside it")
+    made = model_of_size(int(total) // 2, len(names))
+    remark = f"Shapes are not known, the files of the index are not there: its {int(total):,} bytes are taken for BF16."
+    return Model(str(path), tuple(Parameter(p.name, p.shape, "bf16") for p in made.parameters), (remark,))
+
+
+# ---- config.json ----
+
+
+def _from_config(path: Path, values: dict[str, Any]) -> Model:
+    named = values.get("model_type")
+    if not isinstance(named, str):
+        raise BadOption("source", f"{str(path)!r} has no model_type; expected a config.json of Hugging Face")
+    shapes = shapes_of(values)
+    remarks = ()
+    if shapes is None:
+        shapes = _by_transformers(path, values)
+        remarks = (f"Shapes of {named!r} are from transformers.",)
+    stated = values.get("torch_dtype") or values.get("dtype")
+    dtype = format_named("source", stated, WEIGHTS).name if isinstance(stated, str) else None
+    return Model(f"{path} ({named})", tuple(Parameter(n, s, dtype) for n, s in shapes), remarks)
+
+
+def _by_transformers(path: Path, values: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """Of a family that is not known here: transformers builds it without memory, where it is installed."""
+    named = values["model_type"]
+    advice = f"its shapes are known of {', '.join(FAMILIES)}; of others where transformers is installed"
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    except ImportError:
+        raise BadOption("source", f"model_type {named!r} of {str(path)!r} is not known: {advice}") from None
+    try:
+        config = AutoConfig.for_model(**values)
+        with torch.device("meta"):
+            try:
+                model = AutoModelForCausalLM.from_config(config)
+            except ValueError:  # it is no language model
+                model = AutoModel.from_config(config)
+    except Exception as error:  # whatever a model's own code raises for a config that it does not like
+        said = " ".join(str(error).split())[:200]
+        raise BadOption("source", f"transformers builds no {named!r} from {str(path)!r}: {said}") from None
+    return [(name, tuple(p.shape)) for name, p in model.named_parameters()]

@@ -1,0 +1,74 @@
+"""Resident bytes of a process through an optimizer's life and the plan's numbers of them, as JSON.
+
+python host_worker.py FOLDER CHUNK, where CHUNK is step_chunk_bytes, or 0 for a FusedAdam alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import statestream
+import torch
+import torch.distributed.checkpoint as dcp
+from distributed.host_memory import extra_peak, resident, settle
+from statestream import CPUOffloadOptimizer, FusedAdam
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def build(elements: int, count: int, chunk: int):
+    weights = {f"w{i}": torch.nn.Parameter(torch.ones(elements, dtype=torch.bfloat16)) for i in range(count)}
+    model = torch.nn.ParameterDict(weights)
+    moments = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    optimizer = FusedAdam(model.parameters(), master_weights=True, state_dict_cpu_offload=True, **moments)
+    if chunk:
+        optimizer = CPUOffloadOptimizer(optimizer, chunk)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return model, optimizer
+
+
+def export(model, optimizer):
+    return {"optim": get_optimizer_state_dict(model, optimizer, options=FLAT)}
+
+
+def load(folder: Path, model, optimizer) -> None:
+    state = export(model, optimizer)
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state["optim"], options=FLAT)
+
+
+def main(folder: Path, chunk: int) -> None:
+    warnings.simplefilter("ignore")  # one process, and it says so
+    torch.set_num_threads(1)
+    warm = build(512, 2, chunk)  # what is imported and started once
+    dcp.save(export(*warm), checkpoint_id=folder / "warm", no_dist=True)
+    load(folder / "warm", *warm)
+    model = torch.nn.ParameterDict()
+    settle()
+    before = resident()
+    model, optimizer = build(5 << 20, 8, chunk)
+    settle()
+    found = {"kept": resident() - before}
+    found["export"] = extra_peak(lambda: export(model, optimizer))
+    whole = {"model": get_model_state_dict(model), **export(model, optimizer)}
+    dcp.save(whole, checkpoint_id=folder / "saved", no_dist=True)
+    del whole
+    found["on disk"] = sum(file.stat().st_size for file in (folder / "saved").rglob("*") if file.is_file())
+    found["load"] = extra_peak(lambda: load(folder / "saved", model, optimizer))
+    plan = statestream.plan(model, optimizer).as_dict()
+    print(json.dumps({"found": found, "plan": plan}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
