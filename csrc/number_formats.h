@@ -66,6 +66,17 @@ STATESTREAM_HD float float_of(uint32_t u) {
 #endif
 }
 
+// a where `which`, else b. On the host by a mask: a branch, which ?: may become, keeps a loop from being
+// vectorised.
+STATESTREAM_HD uint32_t select_bits(bool which, uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return which ? a : b;
+#else
+  const uint32_t mask = 0u - (uint32_t)which;
+  return (a & mask) | (b & ~mask);
+#endif
+}
+
 #if defined(__CUDA_ARCH__)
 STATESTREAM_HD float rn_mul(float a, float b) { return __fmul_rn(a, b); }
 STATESTREAM_HD float rn_add(float a, float b) { return __fadd_rn(a, b); }

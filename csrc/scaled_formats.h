@@ -37,6 +37,7 @@ struct Float8Payload {
 template <class Payload>
 struct PayloadBits {
   static constexpr int kCut = 23 - Payload::kMantissaBits;  // FP32 mantissa bits that a normal payload has not
+  static constexpr int kSignShift = 32 - 8 * (int)sizeof(typename Payload::Type);  // from the payload's sign to FP32's
   static constexpr uint32_t kRebias = (uint32_t)(127 - Payload::kBias) << 23;
   static constexpr uint32_t kSmallestNormal = kRebias + (1u << 23);
   static constexpr uint32_t kUnit = kSmallestNormal - ((uint32_t)Payload::kMantissaBits << 23);  // smallest denormal
@@ -54,7 +55,7 @@ STATESTREAM_HD uint32_t payload_nearest(uint32_t magnitude) {
   const uint32_t normal = (magnitude - Bits::kRebias + half_less_one + odd) >> Bits::kCut;
   const uint32_t denormal =
       bits_of(rn_add(float_of(magnitude), float_of(Bits::kUnitTimes2To23))) - Bits::kUnitTimes2To23;
-  return magnitude < Bits::kSmallestNormal ? denormal : normal;
+  return select_bits(magnitude < Bits::kSmallestNormal, denormal, normal);
 }
 
 // The same rounded up with a probability of what is cut off, in units of the last place: `random` is 16
@@ -68,9 +69,9 @@ STATESTREAM_HD uint32_t payload_stochastic(uint32_t magnitude, uint32_t random) 
   const uint32_t normal = (magnitude - Bits::kRebias + added) >> Bits::kCut;
   const bool is_denormal = magnitude < Bits::kSmallestNormal;
   // A normal one would not fit an int32.
-  const float units = rn_mul(float_of(is_denormal ? magnitude : 0u), float_of(Bits::k2To16OverUnit));
+  const float units = rn_mul(float_of(select_bits(is_denormal, magnitude, 0)), float_of(Bits::k2To16OverUnit));
   const uint32_t denormal = ((uint32_t)(int32_t)units + random) >> 16;
-  return is_denormal ? denormal : normal;
+  return select_bits(is_denormal, denormal, normal);
 }
 
 // The number that a payload stands for, before its scale.
@@ -78,11 +79,13 @@ template <class Payload>
 STATESTREAM_HD float payload_load(uint32_t payload) {
   using Bits = PayloadBits<Payload>;
   const uint32_t magnitude = payload & (Payload::kSign - 1);
-  uint32_t u = (magnitude << Bits::kCut) + Bits::kRebias;
-  if (magnitude < 1u << Payload::kMantissaBits) u = bits_of(rn_mul((float)(int32_t)magnitude, float_of(Bits::kUnit)));
-  if (magnitude >= Payload::kInfinity)
-    u = magnitude == Payload::kInfinity && Payload::kHasInfinity ? 0x7f800000u : kQuietNan;
-  return float_of(u | (payload & Payload::kSign ? 0x80000000u : 0u));
+  const uint32_t normal = (magnitude << Bits::kCut) + Bits::kRebias;
+  const uint32_t denormal = bits_of(rn_mul((float)(int32_t)magnitude, float_of(Bits::kUnit)));
+  const uint32_t finite = select_bits(magnitude < 1u << Payload::kMantissaBits, denormal, normal);
+  const uint32_t special =
+      select_bits(magnitude == Payload::kInfinity && Payload::kHasInfinity, 0x7f800000u, kQuietNan);
+  const uint32_t sign = (payload & Payload::kSign) << Bits::kSignShift;
+  return float_of(sign | select_bits(magnitude < Payload::kInfinity, finite, special));
 }
 
 // x times inverse_scale, a power of two, as a payload. kStochastic: by `random`, 16 bits; else to nearest
@@ -90,12 +93,14 @@ STATESTREAM_HD float payload_load(uint32_t payload) {
 template <class Payload, bool kStochastic>
 STATESTREAM_HD uint32_t payload_store(float x, float inverse_scale, uint32_t random) {
   const uint32_t magnitude = bits_of(x) & 0x7fffffffu;
-  const uint32_t sign = bits_of(x) >> 31 ? Payload::kSign : 0u;
-  uint32_t scaled = bits_of(rn_mul(float_of(magnitude), inverse_scale));
-  scaled = scaled < Payload::kLargest ? scaled : Payload::kLargest;
-  const uint32_t finite = kStochastic ? payload_stochastic<Payload>(scaled, random) : payload_nearest<Payload>(scaled);
-  if (magnitude < 0x7f800000u) return sign | finite;
-  return magnitude == 0x7f800000u && Payload::kHasInfinity ? sign | Payload::kInfinity : Payload::kNan;
+  const uint32_t sign = bits_of(x) >> PayloadBits<Payload>::kSignShift & Payload::kSign;
+  const uint32_t scaled = bits_of(rn_mul(float_of(magnitude), inverse_scale));
+  const uint32_t fitting = select_bits(scaled < Payload::kLargest, scaled, Payload::kLargest);
+  const uint32_t finite =
+      kStochastic ? payload_stochastic<Payload>(fitting, random) : payload_nearest<Payload>(fitting);
+  const bool infinite = Payload::kHasInfinity && magnitude == 0x7f800000u;
+  const uint32_t special = select_bits(infinite, sign | Payload::kInfinity, Payload::kNan);
+  return select_bits(magnitude < 0x7f800000u, sign | finite, special);
 }
 
 // The payload of the root of a second moment. One that is not zero stays so: under a first moment that is
@@ -103,7 +108,7 @@ STATESTREAM_HD uint32_t payload_store(float x, float inverse_scale, uint32_t ran
 template <class Payload, bool kStochastic>
 STATESTREAM_HD uint32_t root_payload_store(float x, float inverse_scale, uint32_t random) {
   const uint32_t payload = payload_store<Payload, kStochastic>(rn_sqrt(x), inverse_scale, random);
-  return payload == 0 && x != 0.0f ? 1u : payload;
+  return payload | (uint32_t)((payload == 0) & (x != 0.0f));
 }
 
 template <class Payload>
@@ -152,10 +157,10 @@ STATESTREAM_HD float inverse_scale(uint32_t scale) { return float_of((254u << 23
 // FP16 without a scale: IEEE's, to nearest even, overflow to infinity.
 STATESTREAM_HD uint16_t float16_store_bits(float x) {
   const uint32_t magnitude = bits_of(x) & 0x7fffffffu;
+  const uint32_t finite = payload_store<Float16Payload, false>(x, 1.0f, 0);
+  const uint32_t infinity = (finite & Float16Payload::kSign) | Float16Payload::kInfinity;
   // From halfway between the largest number and the next, 65536, on: that one, even, is infinity.
-  if (magnitude >= 0x477ff000u && magnitude <= 0x7f800000u)
-    return (uint16_t)(Float16Payload::kInfinity | (bits_of(x) >> 31 ? Float16Payload::kSign : 0u));
-  return (uint16_t)payload_store<Float16Payload, false>(x, 1.0f, 0);
+  return (uint16_t)select_bits((magnitude >= 0x477ff000u) & (magnitude <= 0x7f800000u), infinity, finite);
 }
 STATESTREAM_HD float float16_load(uint16_t half) { return payload_load<Float16Payload>(half); }
 
