@@ -1,4 +1,4 @@
-"""The command line: `statestream demo` and `statestream plan`.
+"""The command line: `statestream demo`, `plan` and `doctor`.
 
 Nothing heavy is imported before a command runs, so that --help and a mistyped option answer at once.
 """
@@ -143,6 +143,19 @@ def plan(
 def _refused(name: str, problem: str) -> Refused:
     """A positional argument speaks for itself; an option is called as it is written."""
     return Refused(problem if name == "source" else f"--{name.replace('_', '-')}: {problem}")
+
+
+@app.command()
+def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False) -> int:
+    """What is built and usable on this machine, whether it computes the promised bits, and what to do about each
+    problem.
+
+    Exit status: 0 all is well, 1 there is a problem, 2 it could not be asked.
+    """
+    from statestream.doctor.checks import examine
+    from statestream.doctor.command import report
+
+    return report(examine(), json)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -1,0 +1,1 @@
+"""What of statestream is built and usable on this machine, and what to do where it is not."""
