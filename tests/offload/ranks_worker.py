@@ -1,9 +1,9 @@
-"""What two real processes check (test_ranks.py starts them): FSDP2 models, uneven and empty shards."""
+"""Claims that two real processes check (test_ranks.py): DTensors and FSDP2 models, uneven and empty shards."""
 
 from __future__ import annotations
 
-import copy
 import warnings
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from .conftest import assert_same_values
+from .conftest import SHAPES, assert_same_values, make_params
+from .makers import OPTIMIZERS
 
 MAKERS = {
     "fused_adam_masters": lambda p: FusedAdam(p, lr=0.1, master_weights=True, exp_avg_dtype="bf16"),
@@ -84,7 +85,8 @@ def everywhere_equal(value) -> bool:
     return all(v == values[0] for v in values)
 
 
-def check(name, dtype, chunk, mesh, directory, flattened=()):
+def resumed(name, dtype, chunk, path, flatten, mesh):
+    """Through a DCP checkpoint, with FSDP2."""
     make = MAKERS[name]
     reference, net = model(name, dtype, mesh), model(name, dtype, mesh)
     plain = make(reference.parameters())
@@ -93,34 +95,114 @@ def check(name, dtype, chunk, mesh, directory, flattened=()):
     train(reference, plain, range(3))
     train(net, optimizer, range(3))
     assert_same(net, optimizer, reference, plain)
-    for flatten in flattened:
-        options = StateDictOptions(flatten_optimizer_state_dict=flatten, cpu_offload=True)
-        saved = get_optimizer_state_dict(net, optimizer, options=options)
-        path = f"{directory}/{name}-{dtype}-{chunk}-{flatten}"
-        dcp.save({"optimizer": saved}, checkpoint_id=path)
-        again = model(name, dtype, mesh)
-        again.load_state_dict(net.state_dict())
-        resumed = CPUOffloadOptimizer(make(again.parameters()), None)
-        fresh = {"optimizer": get_optimizer_state_dict(again, resumed, options=options)}
-        dcp.load(fresh, checkpoint_id=path)
-        set_optimizer_state_dict(again, resumed, fresh["optimizer"], options=options)
-        ahead, ahead_plain = copy.deepcopy(reference.state_dict()), copy.deepcopy(plain.state_dict())
-        train(again, resumed, range(3, 5))
-        train(reference, plain, range(3, 5))
-        assert_same(again, resumed, reference, plain)
-        reference.load_state_dict(ahead)
-        plain.load_state_dict(ahead_plain)
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten, cpu_offload=True)
+    saved = get_optimizer_state_dict(net, optimizer, options=options)
+    dcp.save({"optimizer": saved}, checkpoint_id=path)
+    again = model(name, dtype, mesh)
+    again.load_state_dict(net.state_dict())
+    other = CPUOffloadOptimizer(make(again.parameters()), None)
+    fresh = {"optimizer": get_optimizer_state_dict(again, other, options=options)}
+    dcp.load(fresh, checkpoint_id=path)
+    set_optimizer_state_dict(again, other, fresh["optimizer"], options=options)
+    train(again, other, range(3, 5))
+    train(reference, plain, range(3, 5))
+    assert_same(again, other, reference, plain)
 
 
-def run(rank, ranks, directory):
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
-    for name in MAKERS:
-        check(name, torch.float32, 4096, mesh, directory, flattened=(True,))
-        check(name, torch.float32, None, mesh, directory)
-        check(name, torch.bfloat16, 1, mesh, directory)
-    check("fused_adam_masters", torch.bfloat16, 4096, mesh, directory, flattened=(True, False))
-    dist.barrier()  # a rank that leaves early takes the others' last collective with it
-    dist.destroy_process_group()
+def a_checkpoint_of_an_fsdp2_model_resumes_bit_for_bit(folder, name):
+    quiet()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    resumed(name, torch.float32, 4096, folder / f"{name}-flat", True, mesh)
+    if name == "fused_adam_masters":
+        resumed(name, torch.bfloat16, 1, folder / f"{name}-bf16", True, mesh)
+        resumed(name, torch.bfloat16, 4096, folder / f"{name}-nested", False, mesh)
+
+
+# ---- every optimizer, on DTensors that need no model ----
+
+SHARDED_SHAPES = [*SHAPES, (1, 16)]
+"""On two ranks: uneven rows, and a parameter whose shard is empty on the second."""
+
+
+def sharded_params(dtype, mesh):
+    return [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in make_params(dtype, SHARDED_SHAPES)]
+
+
+def train_sharded(optimizer, params, steps, missing=lambda step: ()):
+    mesh = params[0].device_mesh
+    for step in steps:
+        generator = torch.Generator().manual_seed(1000 + step)
+        for i, p in enumerate(params):
+            grad = distribute_tensor(torch.randn(p.shape, generator=generator).to(p.dtype), mesh, [Shard(0)])
+            p.grad = None if i in missing(step) else grad
+        optimizer.step()
+
+
+def assert_same_params(params, optimizer, others, other):
+    for i, (p, q) in enumerate(zip(params, others, strict=True)):
+        assert_same_values(local(p.detach()), local(q.detach()), f"parameter {i}")
+        mine, theirs = optimizer.state[p], other.state[q]
+        assert list(mine) == list(theirs), f"state keys of parameter {i}"
+        for key, value in mine.items():
+            assert type(value) is type(theirs[key]), f"{key} of parameter {i}: {type(value)}"
+            assert_same_values(local(value), local(theirs[key]), f"{key} of parameter {i}")
+
+
+def five_steps_with_a_save_and_a_load_in_the_middle(folder, name):
+    quiet()
+    mesh, make = init_device_mesh("cpu", (dist.get_world_size(),)), OPTIMIZERS[name]
+
+    def missing(step):
+        return (1, 6) if step == 1 else ()
+
+    for dtype in (torch.float32, torch.bfloat16, "mixed"):
+        reference = sharded_params(dtype, mesh)
+        plain = make(reference)
+        train_sharded(plain, reference, range(5), missing)
+        for chunk in (1, 20_000, None):
+            params, others = sharded_params(dtype, mesh), sharded_params(dtype, mesh)
+            first = CPUOffloadOptimizer(make(params), chunk)
+            assert everywhere_equal(first.units.store.plan), "ranks have different plans"
+            train_sharded(first, params, range(3), missing)
+            with torch.no_grad():
+                for q, p in zip(others, params, strict=True):
+                    local(q).copy_(local(p))
+            second = CPUOffloadOptimizer(make(others), 9_000)
+            second.load_state_dict(first.state_dict())
+            for optimizer, ps in ((first, params), (second, others)):
+                train_sharded(optimizer, ps, range(3, 5), missing)
+                assert_same_params(ps, optimizer, reference, plain)
+
+
+def gradients_missing_on_one_rank_alone_move_no_cut_and_hang_nothing(folder, name):
+    quiet()
+    mesh, make = init_device_mesh("cpu", (dist.get_world_size(),)), OPTIMIZERS[name]
+    params, reference = sharded_params("mixed", mesh), sharded_params("mixed", mesh)
+    optimizer, plain = CPUOffloadOptimizer(make(params), 20_000), make(reference)
+
+    def missing(step):
+        return (0, 2, 3) if step and dist.get_rank() == step % 2 else ()
+
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train_sharded(o, ps, range(4), missing)
+    assert everywhere_equal(optimizer.units.store.plan)
+    assert_same_params(params, optimizer, reference, plain)
+
+
+def quiet():
+    warnings.filterwarnings("ignore", message=".*need more than step_chunk_bytes")
+
+
+def named(claim, names):
+    return {f"{claim.__name__}-{name}": partial(claim, name=name) for name in names}
+
+
+CLAIMS = {
+    # torch's own Rprop does not take DTensors.
+    **named(five_steps_with_a_save_and_a_load_in_the_middle, [name for name in OPTIMIZERS if name != "rprop"]),
+    **named(a_checkpoint_of_an_fsdp2_model_resumes_bit_for_bit, MAKERS),
+    **named(
+        gradients_missing_on_one_rank_alone_move_no_cut_and_hang_nothing,
+        ["fused_adam_masters", "adamw", "sgd_momentum"],
+    ),
+}

@@ -28,6 +28,19 @@ def make(request):
     return MAKERS[request.param]
 
 
+@pytest.fixture
+def make_for_later(make):
+    """Of the makers those whose optimizer takes parameters that are added later: Adagrad of torch 2.9 does not."""
+    optimizer, added = make([Parameter(torch.ones(1))]), Parameter(torch.ones(1))
+    optimizer.add_param_group({"params": [added]})
+    added.grad = torch.ones(1)
+    try:
+        optimizer.step()
+    except KeyError:
+        pytest.skip("torch's own optimizer fails too")
+    return make
+
+
 class Pair:
     """An offloaded optimizer and the plain one, each on parameters of its own."""
 
@@ -189,18 +202,18 @@ def test_saved_and_loaded_in_inference_mode(make):
     pair.judge()
 
 
-def test_memory_that_is_taken_in_inference_mode_serves_outside_of_it(make):
+def test_memory_that_is_taken_in_inference_mode_serves_outside_of_it(make_for_later):
     """For a group that is added, and for parameters that have their first gradient, or state to load."""
     params, reference = make_params(), make_params()
     for p in (params[1], params[2], reference[1], reference[2]):
         p.requires_grad_(False)
-    optimizer, plain = CPUOffloadOptimizer(make(params[:3]), CHUNK), make(reference[:3])
+    optimizer, plain = CPUOffloadOptimizer(make_for_later(params[:3]), CHUNK), make_for_later(reference[:3])
     with torch.inference_mode():
         optimizer.add_param_group({"params": params[3:]})
     plain.add_param_group({"params": reference[3:]})
     train(optimizer, params, [0], lambda _: (1, 2))
     train(plain, reference, [0], lambda _: (1, 2))
-    saved, other = optimizer.state_dict(), make(make_params())
+    saved, other = optimizer.state_dict(), make_for_later(make_params())
     train(other, other.param_groups[0]["params"], [0])
     saved["state"][1] = other.state_dict()["state"][1]
     with torch.inference_mode():
@@ -269,9 +282,9 @@ def test_a_hook_that_changes_the_learning_rate_changes_this_step(make):
 
 
 @pytest.mark.parametrize("when", ["pre", "post"])
-def test_a_hook_that_adds_a_group_in_the_middle_of_a_step(make, when):
+def test_a_hook_that_adds_a_group_in_the_middle_of_a_step(make_for_later, when):
     params, reference = make_params(), make_params()
-    optimizer, plain = CPUOffloadOptimizer(make(params[:3]), CHUNK), make(reference[:3])
+    optimizer, plain = CPUOffloadOptimizer(make_for_later(params[:3]), CHUNK), make_for_later(reference[:3])
 
     def adding(rest):
         def hook(o, *_):
@@ -288,9 +301,9 @@ def test_a_hook_that_adds_a_group_in_the_middle_of_a_step(make, when):
     assert_same_training(params, optimizer, reference, plain)
 
 
-def test_a_group_that_was_added_to_the_inner_optimizer(make):
+def test_a_group_that_was_added_to_the_inner_optimizer(make_for_later):
     params, reference = make_params(), make_params()
-    inner, plain = make(params[:3]), make(reference[:3])
+    inner, plain = make_for_later(params[:3]), make_for_later(reference[:3])
     optimizer = CPUOffloadOptimizer(inner, CHUNK)
     train(optimizer, params[:3], [0])
     train(plain, reference[:3], [0])
@@ -359,8 +372,8 @@ def test_empty_groups(make):
         assert {k: v for k, v in mine.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
 
 
-def test_nothing_but_an_empty_group(make):
-    optimizer = CPUOffloadOptimizer(make([{"params": []}]), CHUNK)
+def test_nothing_but_an_empty_group(make_for_later):
+    optimizer = CPUOffloadOptimizer(make_for_later([{"params": []}]), CHUNK)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()

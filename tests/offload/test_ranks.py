@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from distributed.processes import run_claims
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload.store import largest_shard
 from torch.distributed.device_mesh import init_device_mesh
@@ -67,6 +67,12 @@ def test_every_rank_makes_the_same_plan(make, fake_ranks):
     assert len(set(local_bytes)) > 1, "the control: shards differ, and host memory is that of the local shard"
 
 
-@pytest.mark.timeout(400)
-def test_two_processes_train_save_and_resume_bit_for_bit(tmp_path):
-    torch.multiprocessing.spawn(ranks_worker.run, (2, str(tmp_path)), nprocs=2)
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run_claims(2, ranks_worker.CLAIMS, tmp_path_factory.mktemp("ranks"), seconds=400)
+
+
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("claim", ranks_worker.CLAIMS)
+def test_on_two_ranks(claim, results):
+    assert not results[claim], results[claim]
