@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from .conversions import remainders_that_ranks_saved_become_the_masters_of_their_weights
 from .layouts import LAYOUTS, plain, share
 from .processes import Claim
 from .runs import MODES, check_against_uninterrupted, feed, load, optimizer_of, start, train
@@ -328,7 +329,7 @@ def _load_but(absent: list[str], state: dict[str, Any], where: Path) -> None:
 def the_code_of_the_documentation_runs(folder: Path) -> None:
     page = Path(__file__).parents[2] / "docs" / "checkpoints.md"
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 7
+    assert len(blocks) >= 6
     before = os.getcwd()
     where = folder / "documentation"
     where.mkdir(exist_ok=True)
@@ -429,6 +430,8 @@ CLAIMS: dict[str, Claim] = dict(
         _named(a_flat_set_into_a_fresh_optimizer_with_live_gradients_drops_nothing),
         *(_named(a_checkpoint_of_torchs_adamw_goes_on_here, mode) for mode in (MODE, "fp32")),
         _named(a_checkpoint_without_counts_of_parameters_is_read_from_the_groups),
+        _named(remainders_that_ranks_saved_become_the_masters_of_their_weights, "fsdp", "columns"),
+        _named(remainders_that_ranks_saved_become_the_masters_of_their_weights, "tp_fsdp", "fsdp"),
         _named(the_code_of_the_documentation_runs),
         _named(a_trained_model_with_tied_weights_resumes_with_equal_losses),
     ]

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from helpers.bits import differences, same_bits, snapshot
+from helpers.engine import engine_dict
 from helpers.modes import Mode
 from helpers.training import build, gradient, make_params, train
 from statestream import FusedAdam
@@ -122,20 +123,6 @@ def test_a_parameter_that_torch_never_stepped_starts_anew():
 # ---- Transformer Engine's form: a step a group, none a parameter; master_param of float32 parameters too ----
 
 
-def engine_form(state_dict, params, group_step):
-    saved = copy.deepcopy(state_dict)
-    for index, state in saved["state"].items():
-        del state["step"]
-        if "master_param" not in state:
-            state["master_param"] = params[index].detach().float().clone()
-    for group in saved["param_groups"]:
-        kept = ("lr", "betas", "eps", "weight_decay", "bias_correction", "params")
-        for key in [key for key in group if key not in kept]:
-            del group[key]
-        group["step"] = group_step
-    return saved
-
-
 @pytest.mark.parametrize("step", [3, torch.tensor(3, dtype=torch.int32), torch.tensor([3])], ids=str)
 @pytest.mark.parametrize("mode", [Mode(FP32), Mode(BF16, BF16, FP32, "fp32"), Mode(None, BF16, BF16, "fp32")], ids=str)
 def test_transformer_engines_dict_goes_on_bit_equal(mode, step):
@@ -147,7 +134,7 @@ def test_transformer_engines_dict_goes_on_bit_equal(mode, step):
     with torch.no_grad():
         for target, source in zip((p for g in new.param_groups for p in g["params"]), params, strict=True):
             target.copy_(source)
-    new.load_state_dict(engine_form(part.state_dict(), params, step))
+    new.load_state_dict(engine_dict(part.state_dict(), params, step))
     assert [group["step"] for group in new.param_groups] == [3, 3]
     assert all(type(group["step"]) is int for group in new.param_groups)
     train(new, range(3, 6))
@@ -159,7 +146,7 @@ def test_transformer_engines_remainders_are_read():
     part, new = build(mode), build(mode)
     train(part, range(3))
     params = [param for group in part.param_groups for param in group["params"]]
-    new.load_state_dict(engine_form(part.state_dict(), params, 3))
+    new.load_state_dict(engine_dict(part.state_dict(), params, 3))
     for a, b in zip(params, (p for g in new.param_groups for p in g["params"]), strict=True):
         assert same_bits(part.state[a]["master_param"], new.state[b]["master_param"])
 

@@ -1,0 +1,44 @@
+"""Names in a flat optimizer state dict, ``state.<parameter>.<state>`` and ``param_groups.<parameter>.<setting>``, and
+in a checkpoint of a nested one, where the settings are ``param_groups.<number>.<setting>``."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+__all__ = ["Flat", "group_label", "param_label"]
+
+STATE, GROUPS = "state.", "param_groups."
+
+
+@dataclass
+class Flat:
+    """Keys by parameter and what they hold of it; settings by group number where they are nested."""
+
+    states: dict[str, dict[str, str]] = field(default_factory=dict)
+    settings: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, keys: Iterable[str], together: bool = True) -> Flat:
+        """Keys of both kinds. `together`: settings are of parameters too, and each that has state must have some."""
+        flat = cls()
+        for key in keys:
+            for prefix, found in ((STATE, flat.states), (GROUPS, flat.settings)):
+                if key.startswith(prefix):
+                    name, _, what = key.removeprefix(prefix).rpartition(".")
+                    if name:
+                        found.setdefault(name, {})[what] = key
+        if not flat.settings:
+            raise ValueError("the state dict has neither 'param_groups' nor keys that begin with 'param_groups.'")
+        for name in flat.states if together else ():
+            if name not in flat.settings:
+                raise ValueError(f"'{name}' has state and no settings in the state dict")
+        return flat
+
+
+def group_label(group: int | str) -> str:
+    return f"group {group}" if isinstance(group, int) else f"the group of '{group}'"
+
+
+def param_label(name: Hashable) -> str:
+    return f"parameter {name}" if isinstance(name, int) else f"'{name}'"

@@ -1,0 +1,152 @@
+"""Optimizer state dicts in memory, nested or flat."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream.convert.layout import Flat, group_label, param_label
+from statestream.convert.rules import Group, How, NewGroup, Param, Request, convert
+from statestream.convert.values import join, sources, values_of
+from statestream.moments import MASTER, STEP
+from statestream.sharding import around
+from statestream.tensors import local_of
+
+__all__ = ["convert_state_dict", "fp32_weights"]
+
+Weights = Mapping[Hashable, Tensor] | Sequence[Tensor]
+
+
+@torch.no_grad()
+def convert_state_dict(
+    state_dict: Mapping[str, Any],
+    to: str,
+    *,
+    source: str | None = None,
+    masters: str | None = None,
+    weights: Weights | None = None,
+    adam_w_mode: bool | None = None,
+    drop: Collection[str] = (),
+) -> dict[str, Any]:
+    """The state dict of one Adam as another's `load_state_dict` takes it.
+
+    Args:
+        state_dict: of ``optimizer.state_dict()`` or torch.distributed.checkpoint's ``get_optimizer_state_dict``, nested
+            or flat. It is not changed; tensors that stay as they are, are passed on and not copied.
+        to: "torch" (torch.optim.AdamW and Adam), "statestream" or "transformer_engine" (their FusedAdam).
+        source: which of these it comes from; None: seen from its settings.
+        masters: None: as they are. "float32": made from the weight, or of remainders with the weight, where there are
+            none. "remainders": zeros where there are none.
+        weights: the weights by the names or numbers that the state dict has for parameters, or in order. They are
+            needed where masters are made, and tell which parameters need none.
+        adam_w_mode: what the optimizer was or will be built with, where its dict does not say (Transformer Engine's
+            never does); None: True.
+        drop: what may be lost: "master_param", "max_exp_avg_sq", "step" (counts of one group that differ).
+
+    Raises:
+        ValueError: something cannot be kept, or is not an Adam's; it names the parameter and the way out.
+    """
+    if masters == "weights":
+        raise ValueError("masters='weights': a state dict holds none; drop=['master_param'], and take fp32_weights()")
+    request = Request(to, source, masters, adam_w_mode, drop)
+    view = _View(state_dict, weights)
+    return view.rebuilt(convert(view.groups, request, flat=view.flat))
+
+
+@torch.no_grad()
+def fp32_weights(state_dict: Mapping[str, Any], weights: Weights) -> Iterator[tuple[Hashable, Tensor]]:
+    """The weights as FP32, each with its name or number: the master where there is one, the weight and its remainders
+    joined, else the weight's own value. One is made at a time, when it is asked for.
+
+    Arguments as in `convert_state_dict`. ValueError where the weight of a remainder is missing or not bfloat16.
+    """
+    view = _View(state_dict, weights)
+    for key, param in zip(view.keys, (p for g in view.groups for p in g.params), strict=True):
+        weight, master = view.weights.get(key), view.states.get(key, {}).get(MASTER)
+        if weight is None:
+            raise ValueError(f"weights: {param.label} is not among them")
+        if master is None or weight.dtype is torch.float32:
+            yield key, weight.float()
+        elif master.dtype is not torch.int16:
+            yield key, master
+        elif weight.dtype is torch.bfloat16:
+            yield key, around(join(local_of(weight), local_of(master)), weight)
+        else:
+            raise ValueError(f"master_param of {param.label}: remainders are of bfloat16 weights, not {weight.dtype}")
+
+
+class _View:
+    """A state dict as the rules see it."""
+
+    def __init__(self, state_dict: Mapping[str, Any], weights: Weights | None):
+        self.source = state_dict
+        self.flat = not isinstance(state_dict.get("param_groups"), (list, tuple))
+        names: list[Hashable] = []
+        settings: list[tuple[str, dict[str, Any], list[Hashable]]] = []
+        if self.flat:
+            parts = Flat.of(state_dict)
+            self.states = {
+                name: {what: state_dict[key] for what, key in found.items()} for name, found in parts.states.items()
+            }
+            for name, found in parts.settings.items():
+                values = {what: state_dict[key] for what, key in found.items()}
+                settings.append((group_label(name), values, [name]))
+        else:
+            if not isinstance(state_dict.get("state"), Mapping):
+                raise ValueError("the state dict has no 'state'; expected 'state' and 'param_groups'")
+            self.states = dict(state_dict["state"])
+            for number, group in enumerate(state_dict["param_groups"]):
+                values = {key: value for key, value in group.items() if key != "params"}
+                settings.append((group_label(number), values, list(group["params"])))
+        for _, _, members in settings:
+            names += members
+        self.keys = names
+        self.weights = weights if isinstance(weights, Mapping) else dict(zip(names, weights or (), strict=False))
+        self.groups = [
+            Group(label, values, [self._param(name) for name in members]) for label, values, members in settings
+        ]
+
+    def _param(self, name: Hashable) -> Param:
+        state = self.states.get(name) or {}
+        step = state.get(STEP)
+        dtypes = {key: value.dtype for key, value in state.items() if key != STEP and isinstance(value, Tensor)}
+        weight = self.weights.get(name)
+        return Param(
+            param_label(name),
+            dtypes,
+            None if step is None else float(local_of(step) if isinstance(step, Tensor) else step),
+            None if weight is None else weight.dtype,
+        )
+
+    def rebuilt(self, groups: list[NewGroup]) -> dict[str, Any]:
+        states: dict[Hashable, dict[str, Any]] = {}
+        for name, param in zip(self.keys, (param for group in groups for param in group.params), strict=True):
+            if param.states:
+                states[name] = {key: self._value(name, key, how) for key, how in param.states.items()}
+                if param.step is not None:
+                    states[name][STEP] = torch.tensor(param.step, dtype=torch.float32)
+        if self.flat:
+            flat = {f"state.{name}.{what}": value for name, state in states.items() for what, value in state.items()}
+            for name, group in zip(self.keys, groups, strict=True):
+                flat |= {f"param_groups.{name}.{what}": value for what, value in group.settings.items()}
+            return flat
+        others = {key: value for key, value in self.source["state"].items() if key not in set(self.keys)}
+        old_groups = self.source["param_groups"]
+        return {
+            "state": states | others,
+            "param_groups": [
+                {**new.settings, "params": list(old["params"])} for new, old in zip(groups, old_groups, strict=True)
+            ],
+        }
+
+    def _value(self, name: Hashable, key: str, how: How) -> Tensor:
+        kept, needs_weight = sources(how, key)
+        state = None if kept is None else self.states[name][kept]
+        if how is How.KEPT:
+            return state
+        weight = self.weights[name] if needs_weight else None
+        made = values_of(how, *(None if t is None else local_of(t.detach()) for t in (state, weight)))
+        return around(made, state if state is not None else weight)
