@@ -294,7 +294,7 @@ class FusedAdam(torch.optim.Optimizer):
         trace; every other write is noticed by the next step itself. Where a master still rounds to its
         weight it stays."""
         for param in self._params():
-            state = self.state.get(param)
+            state = self.state.made(param)
             master = None if state is None else state.get(MASTER)
             if master is not None and master.dtype is torch.float32:
                 self.form.follow(param, state)

@@ -18,7 +18,8 @@ class PromisedState(defaultdict):
     of its own with zero gradients, which would leave every counter at 1. And since a look makes the
     state, a checkpoint of a fresh optimizer is complete, and a load into one drops nothing.
 
-    `make(param)` returns a member's new state, or None for a key that is no member.
+    `make(param)` returns a member's new state, or None for a key that is no member. A frozen member has state only
+    once its brackets are read.
     """
 
     def __init__(self, make: Callable[[Tensor], dict[str, Any] | None] | None = None):
@@ -32,6 +33,25 @@ class PromisedState(defaultdict):
         made = self.make(key) if self.make is not None and isinstance(key, Tensor) else None
         self[key] = made if made is not None else {}
         return self[key]
+
+    # `get` and `in` look too: torchtitan asks so before it makes state by a step of its own, and before it loads any.
+    def get(self, key: Any, default: Any = None) -> Any:
+        _ = key in self  # makes it
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        if self.make is None or not isinstance(key, Tensor) or not key.requires_grad:
+            return False
+        made = self.make(key)
+        if made is not None:
+            self[key] = made
+        return made is not None
+
+    def made(self, key: Tensor) -> dict[str, Any] | None:
+        """What is there already; looking so makes nothing."""
+        return super().get(key)
 
     def __reduce__(self):
         # The owner's method stays behind; the owner's copy binds its own (Optimizer.__setstate__).

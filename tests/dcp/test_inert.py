@@ -92,8 +92,8 @@ def test_setting_the_state_of_a_fresh_optimizer_drops_nothing(form, flat, live_g
     set_optimizer_state_dict(new_model, new, saved, options=options)
     assert all(same_bits(value, weights[name]) for name, value in new_model.state_dict().items())
     for (name, a), b in zip(model.named_parameters(), new_model.parameters(), strict=True):
-        held = optimizer.state.get(a) or {}
-        assert set(held) == set(new.state.get(b) or {}), name
+        held = optimizer.state.get(a, {})
+        assert set(held) == set(new.state.get(b, {})), name
         assert all(same_bits(value, new.state[b][key]) for key, value in held.items()), name
     assert [group["step"] for group in new.param_groups] == [3, 3, 3]
 

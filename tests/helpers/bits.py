@@ -26,13 +26,14 @@ def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     Reads state of parameters that have some; does not bring state into being.
     """
     found: dict[str, Any] = {}
+    states = dict(optimizer.state.items())  # asking the optimizer's own dict would make them
     for g, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
                 found[f"group {g} {key}"] = _copy(value)
         for p, param in enumerate(group["params"]):
             found[f"group {g} param {p}"] = _copy(param)
-            for name, value in (optimizer.state.get(param) or {}).items():
+            for name, value in (states.get(param) or {}).items():
                 found[f"group {g} param {p} {name}"] = _copy(value)
     return found
 

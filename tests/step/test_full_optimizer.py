@@ -38,7 +38,25 @@ def test_group_keys_are_the_same_whatever_the_options():
 def test_construction_makes_no_state():
     optimizer = build(Mode(BF16, master="fp32"))
     assert len(optimizer.state) == 0 and bool(optimizer.state)
-    assert optimizer.state.get(optimizer.param_groups[0]["params"][0]) is None
+    assert optimizer.state.made(optimizer.param_groups[0]["params"][0]) is None
+
+
+@pytest.mark.parametrize("looks", [dict.__contains__, dict.get])
+def test_whoever_looks_for_a_members_state_finds_it_complete(looks):
+    """torchtitan looks by `in` and by `get`: where there was none it would step, counted, or load nothing."""
+    optimizer = build(Mode(BF16, master="fp32"))
+    param = optimizer.param_groups[0]["params"][0]
+    assert getattr(optimizer.state, looks.__name__)(param)
+    assert set(optimizer.state.made(param)) == {"step", "exp_avg", "exp_avg_sq", "master_param"}
+    assert len(optimizer.state) == 1
+
+
+def test_looking_for_what_is_no_trained_member_makes_nothing():
+    optimizer = build(Mode(BF16, master="fp32"))
+    param = optimizer.param_groups[0]["params"][0].requires_grad_(False)
+    for key in (param, torch.zeros(3, requires_grad=True), "a name"):
+        assert key not in optimizer.state and optimizer.state.get(key, "none") == "none"
+    assert len(optimizer.state) == 0
 
 
 # ---- hooks ----
