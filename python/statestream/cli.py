@@ -1,4 +1,4 @@
-"""The command line: `statestream demo`, `plan` and `doctor`.
+"""The command line: `statestream demo`, `plan`, `doctor` and `convert`.
 
 Nothing heavy is imported before a command runs, so that --help and a mistyped option answer at once.
 """
@@ -156,6 +156,49 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings
     from statestream.doctor.command import report
 
     return report(examine(), json)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="A folder of torch.distributed.checkpoint, or a file of torch.save.")],
+    target: Annotated[Path, typer.Argument(help="What is written; must not be there yet.")],
+    to: Annotated[str, typer.Option(help="torch, statestream or transformer_engine.")],
+    origin: Annotated[Optional[str], typer.Option("--from", help="The same; seen from the source.")] = None,  # noqa: UP045
+    masters: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="float32 or remainders: made where there are none; weights: for torch, they become these."),
+    ] = None,
+    drop: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="What may be lost: master_param, max_exp_avg_sq or step."),
+    ] = None,
+    adamw: Annotated[
+        Optional[bool],  # noqa: UP045
+        typer.Option("--adamw/--adam", help="Kind of weight decay, where the source does not say."),
+    ] = None,
+    optimizer: Annotated[Optional[str], typer.Option(help="Where its state is in the source; found.")] = None,  # noqa: UP045
+    model: Annotated[Optional[str], typer.Option(help="Where the weights are in the source; found.")] = None,  # noqa: UP045
+) -> int:
+    """Write a checkpoint anew, with the optimizer's state as torch.optim.AdamW, statestream's FusedAdam or
+    Transformer Engine's FusedAdam loads it. All else in it is kept.
+
+    Of a folder host memory holds a part of 256 MiB at a time, of a file what is made anew.
+
+    Exit status: 0 converted, 2 it could not be: nothing was written.
+    """
+    try:
+        from statestream.convert.command import convert as run_convert
+        from statestream.planner.quantities import BadOption
+    except ImportError as error:
+        raise Refused(str(error)) from error
+    options = {"source": origin, "masters": masters, "drop": drop or (), "adam_w_mode": adamw}
+    try:
+        run_convert(source, target, to, **options, optimizer=optimizer, model=model)
+    except BadOption as error:
+        raise Refused(error.problem) from error
+    except (ValueError, OSError) as error:
+        raise Refused(str(error)) from error
+    return 0
 
 
 def main(args: list[str] | None = None) -> None:

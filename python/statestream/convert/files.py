@@ -1,0 +1,228 @@
+"""Files of torch.save: an optimizer's state dict by itself, or within a dict of a training run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from statestream.convert.state_dicts import convert_state_dict, fp32_weights
+from statestream.moments import MASTER
+
+__all__ = ["convert_file"]
+
+_DEPTH = 3
+"""How deep in a file an optimizer's state dict is looked for: {"optimizer_states": [state dict]}."""
+
+
+@torch.no_grad()
+def convert_file(
+    source_file: str | os.PathLike,
+    target_file: str | os.PathLike,
+    to: str,
+    *,
+    source: str | None = None,
+    masters: str | None = None,
+    adam_w_mode: bool | None = None,
+    drop: Collection[str] = (),
+    optimizer: str | None = None,
+    model: str | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> None:
+    """Writes a file of torch.save anew, with the optimizer's state as that of another Adam, and all else as it is.
+
+    The source is mapped, not read into memory: host memory is that of the states and weights that are made anew. The
+    target appears when it is whole.
+
+    Args:
+        source_file: holds nothing but tensors and plain values (``weights_only=True`` loads it).
+        target_file: is not there yet.
+        to, source, masters, adam_w_mode, drop: as in `convert_checkpoint`.
+        optimizer: where its state dict is in the file, such as "optim" or "optimizer_states.0"; None: found.
+        model: where the weights are; None: found by the parameters' names. Numbers say nothing of names: weights are
+            found where the state dict has names, as those of (name, parameter) pairs and of DCP have.
+        progress: called with the bytes written and the bytes of the tensors in all.
+
+    Raises:
+        ValueError: something cannot be kept or is not there. Nothing has been written.
+        OSError: a file cannot be read or written.
+    """
+    target = Path(target_file)
+    if target.exists():
+        raise ValueError(f"{os.fspath(target)} is there already; give another file")
+    content = _load(Path(source_file))
+    path = _find_optimizer(content, optimizer)
+    state_dict = _at(content, path)
+    weights = _Weights(content, path, state_dict, model)
+    options: dict[str, Any] = {"source": source, "adam_w_mode": adam_w_mode, "weights": weights.by_key or None}
+    if masters == "weights":
+        if not weights.by_key:
+            raise ValueError(
+                "masters='weights': the file has no weights by the names of the optimizer's parameters (numbers do not "
+                "say which is which: make the optimizer of named_parameters(), or convert a checkpoint of DCP)"
+            )
+        made = dict(fp32_weights(state_dict, weights.by_key))
+        converted = convert_state_dict(state_dict, to, drop={*drop, MASTER}, **options)
+        content = _with(content, weights.path, weights.replaced(made))
+    else:
+        converted = convert_state_dict(state_dict, to, masters=masters, drop=drop, **options)
+    _save(_with(content, path, converted), target, progress)
+
+
+def _load(file: Path) -> Any:
+    if not file.is_file():
+        raise ValueError(f"{os.fspath(file)} is no file")
+    load = partial(torch.load, file, map_location="cpu", weights_only=True)
+    try:
+        try:
+            return load(mmap=True)
+        except RuntimeError:  # torch's older format cannot be mapped
+            return load()
+    except OSError:
+        raise
+    except Exception as error:  # a file of anything else may raise anything
+        reason = " ".join(str(error).split())[:200]
+        problem = f"is no file of torch.save with tensors and plain values alone ({reason})"
+        raise ValueError(f"{os.fspath(file)} {problem}") from None
+
+
+# ---- where things are ----
+
+Path_ = tuple[Hashable, ...]
+
+
+def _at(content: Any, path: Path_) -> Any:
+    for key in path:
+        content = content[key]
+    return content
+
+
+def _with(content: Any, path: Path_, value: Any) -> Any:
+    """The content with another value there; what was loaded is not changed."""
+    if not path:
+        return value
+    changed = list(content) if isinstance(content, list) else dict(content)
+    changed[path[0]] = _with(content[path[0]], path[1:], value)
+    return changed
+
+
+def _walk(content: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Mapping]]:
+    if isinstance(content, Mapping):
+        yield path, content
+    if len(path) < _DEPTH and isinstance(content, (Mapping, list)):
+        items = content.items() if isinstance(content, Mapping) else enumerate(content)
+        for key, value in items:
+            yield from _walk(value, (*path, key))
+
+
+def _name(path: Path_) -> str:
+    return ".".join(map(str, path))
+
+
+def _is_optimizer(found: Mapping) -> bool:
+    if isinstance(found.get("param_groups"), list):
+        return isinstance(found.get("state"), Mapping)
+    return any(isinstance(key, str) and key.startswith("param_groups.") for key in found)
+
+
+def _find_optimizer(content: Any, wanted: str | None) -> Path_:
+    found = [path for path, value in _walk(content) if _is_optimizer(value)]
+    if wanted is not None:
+        found = [path for path in found if _name(path) == wanted]
+        if not found:
+            raise ValueError(f"optimizer: the file has no optimizer's state dict at {wanted!r}")
+    if not found:
+        raise ValueError("the file has no optimizer's state dict: none of its dicts has state and param_groups")
+    if len(found) > 1:
+        names = ", ".join(repr(_name(path)) for path in found)
+        raise ValueError(f"the file has several optimizers; give optimizer= one of {names}")
+    return found[0]
+
+
+class _Weights:
+    """The weights in the file, by the keys that the optimizer's state dict has for parameters."""
+
+    def __init__(self, content: Any, optimizer: Path_, state_dict: Mapping, wanted: str | None):
+        self.path: Path_ = ()
+        self.by_key: dict[Hashable, Tensor] = {}
+        self.names: dict[Hashable, Hashable] = {}
+        keys, names = _members(state_dict)
+        for path, found in _walk(content):
+            inside = path[: len(optimizer)] == optimizer
+            if inside or (wanted is not None and _name(path) != wanted) or not _is_tensors(found):
+                continue
+            if not found.keys() >= set(names):
+                continue
+            if self.by_key:
+                raise ValueError(
+                    f"the file has several models with these parameters; give model= {_name(self.path)!r} or "
+                    f"{_name(path)!r}"
+                )
+            self.path, self.found = path, found
+            self.names = dict(zip(keys, names, strict=True))
+            self.by_key = {key: found[name] for key, name in self.names.items()}
+        if wanted is not None and not self.by_key:
+            raise ValueError(f"model: the file has no weights of the optimizer's parameters at {wanted!r}")
+
+    def replaced(self, made: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
+        return {**self.found, **{self.names[key]: value for key, value in made.items()}}
+
+
+def _is_tensors(found: Mapping) -> bool:
+    return bool(found) and all(isinstance(value, Tensor) for value in found.values())
+
+
+def _members(state_dict: Mapping) -> tuple[list[Hashable], list[Hashable]]:
+    """Keys of the parameters in the state dict, and their names where it has them."""
+    groups = state_dict.get("param_groups")
+    if groups is None:
+        names = dict.fromkeys(key.split(".", 1)[1].rpartition(".")[0] for key in state_dict if key.startswith("param_"))
+        return list(names), list(names)
+    keys = [key for group in groups for key in group["params"]]
+    return keys, [name for group in groups for name in group.get("param_names", group["params"])]
+
+
+# ---- writing ----
+
+
+class _Counted:
+    """A binary file that says how much was written to it."""
+
+    def __init__(self, file: BinaryIO, said: Callable[[int], object]):
+        self.file, self.said, self.written = file, said, 0
+
+    def write(self, data: bytes) -> int:
+        count = self.file.write(data)
+        self.written += count
+        self.said(self.written)
+        return count
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _save(content: Any, target: Path, progress: Callable[[int, int], object] | None) -> None:
+    total = _tensor_bytes(content)
+    part = target.with_name(f".{target.name}.part")
+    try:
+        with part.open("xb") as file:
+            torch.save(content, _Counted(file, lambda n: progress(min(n, total), total) if progress else None))
+        part.rename(target)
+    except FileExistsError:
+        raise ValueError(f"{os.fspath(part)} is there: another conversion writes it, or one was stopped") from None
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _tensor_bytes(content: Any) -> int:
+    if isinstance(content, Tensor):
+        return content.nbytes
+    if isinstance(content, Mapping):
+        content = list(content.values())
+    return sum(map(_tensor_bytes, content)) if isinstance(content, (list, tuple)) else 0
