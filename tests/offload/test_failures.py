@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam
@@ -85,6 +87,57 @@ def test_a_closure_that_raises_changes_nothing(make):
     optimizer.step()
     train(plain, reference, [1])
     assert_same_training(params, optimizer, reference, plain)
+
+
+def interrupt_at(device, name, then=lambda: None):
+    """Raises SIGINT at every call of this method of the seam, and calls `then`."""
+    method = getattr(device, name)
+
+    def interrupted(*args):
+        signal.raise_signal(signal.SIGINT)
+        then()
+        return method(*args)
+
+    setattr(device, name, interrupted)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_an_interrupt_from_the_keyboard_waits_for_the_end_of_the_step(make, step):
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK), make(reference)
+    train(optimizer, params, range(step))
+    train(plain, reference, range(step + 1))
+    set_grads(params, step)
+    grads = [p.grad for p in params]
+    interrupt_at(optimizer.units.device, "copy")
+    interrupt_at(optimizer.units.device, "computing")
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+    assert_same_training(params, optimizer, reference, plain)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_carries_the_error_of_the_step():
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(SignDescent(params), 60_000, elementwise=True)
+    optimizer.inner.fail_at = params[3].numel()
+    interrupt_at(optimizer.units.device, "computing")
+    with pytest.raises(KeyboardInterrupt) as caught:
+        train(optimizer, params, [0])
+    assert isinstance(caught.value.__context__, ArithmeticError)
+
+
+def test_a_programs_own_handler_is_called_at_once():
+    params, calls, seen = make_params(), [], []
+    optimizer = CPUOffloadOptimizer(MAKERS["adamw"](params), CHUNK)
+    interrupt_at(optimizer.units.device, "computing", lambda: seen.append(len(calls)))
+    before = signal.signal(signal.SIGINT, lambda *_: calls.append(1))
+    try:
+        train(optimizer, params, [0])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen and seen == list(range(1, len(seen) + 1))
 
 
 @pytest.mark.parametrize("elementwise", [True, False])

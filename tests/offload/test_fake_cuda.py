@@ -84,3 +84,22 @@ def test_the_exports_of_an_offloaded_optimizer_take_no_device_memory(on_device):
             for name in ("exp_avg", "exp_avg_sq", "master_param"):
                 assert state[name].device_mesh == mesh and state[name].dtype is torch.float32
                 assert state[name].to_local().device.type == "cpu"
+
+
+def test_what_adagrad_allocates_in_its_constructor_is_gone_once_it_is_wrapped(on_device):
+    """Its own peak, all of its state, is documented; the bound holds from then on."""
+    with fake_cuda_world() as mesh, torch.no_grad():
+        on_device(FakeCuda())
+        params = [sharded(mesh, (64 * 128, 256)) for _ in range(8)]
+        state = sum(p.to_local().numel() * p.element_size() for p in params)
+        with LiveBytes() as live:
+            live.count(params)
+            live.mark()
+            inner = torch.optim.Adagrad(params, foreach=False)
+            assert live.kept == live.extra == state
+            optimizer = CPUOffloadOptimizer(inner, MiB // 4)
+            assert live.extra == state, "wrapping takes device memory of its own"
+            assert live.kept == 0
+        assert optimizer.plan.device_bytes <= MiB // 4 < state
+        for value in optimizer.state.values():
+            assert value["sum"].to_local().device.type == "cpu" and value["sum"].device_mesh == mesh

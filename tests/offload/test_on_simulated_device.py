@@ -16,6 +16,7 @@ from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload.plan import GRAIN_ELEMENTS
 
 from .conftest import assert_same_training, assert_same_values, make_params, set_grads
+from .makers import SignDescent
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes")
 
@@ -165,6 +166,58 @@ def test_errors_at_any_call_of_many_seeds(on_device):
         case.run()
         for fail_at in range(0, case.device.calls, max(1, case.device.calls // 20)):
             check_fault(seed, fail_at, on_device)
+
+
+def test_code_of_the_optimizer_itself_that_raises_in_any_chunk(on_device):
+    """Its own chunk is undone, though it had spoilt parameter and state; chunks before it are stored."""
+    undone = done = 0
+    for seed in range(60):
+        r = random.Random(seed)
+        params = make_params(shapes=SHAPES)
+        device = on_device(SimulatedDevice(seed))
+        budget = r.choice((1, 10_000, 20_000, None))
+        optimizer = CPUOffloadOptimizer(SignDescent(params), budget, elementwise=True)
+        for step in range(r.randrange(3)):
+            set_grads(params, step)
+            optimizer.step()
+            device.settle()
+        set_grads(params, 7)
+        grads, before = [p.grad for p in params], snapshot(optimizer, params)
+        bad = r.randrange(len(params))
+        optimizer.inner.fail_at = params[bad].numel()
+        with pytest.raises(ArithmeticError, match="told to fail"):
+            optimizer.step()
+        optimizer.inner.fail_at = None
+        device.settle()
+        assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+        assert not optimizer.units.torn and not device.live_bytes
+        after = snapshot(optimizer, params)
+        right = stepped_from(before, 7, optimizer.param_groups[0]["step"] - 1)
+        for i, (old, new, other) in enumerate(zip(before, after, right, strict=True)):
+            assert same(new, old) or (i != bad and same(new, other)), f"seed {seed}: parameter {i} is torn"
+            undone += same(new, old)
+            done += same(new, other)
+        optimizer.step()
+        device.settle()
+        for new, other in zip(
+            snapshot(optimizer, params),
+            stepped_from(after, 7, optimizer.param_groups[0]["step"] - 1),
+            strict=True,
+        ):
+            assert same(new, other), f"seed {seed}: the next step is wrong"
+    assert undone > 60 and done > 60, "both outcomes were seen"
+
+
+def stepped_from(before, step, count):
+    """What a plain SignDescent makes of that state, `count` steps into its life."""
+    params = [torch.nn.Parameter(value.clone()) for value, _ in before]
+    plain = SignDescent(params)
+    plain.param_groups[0]["step"] = count
+    for p, (_, state) in zip(params, before, strict=True):
+        plain.state[p] = {k: v.clone() for k, v in state.items()}
+    set_grads(params, step)
+    plain.step()
+    return snapshot(plain, params)
 
 
 def test_an_export_waits_for_the_last_store(on_device):

@@ -92,7 +92,7 @@ def _learn_on(
 def _like_state(value: Any, param: Tensor, like: Tensor) -> Any:
     """What stands for a state of `param` in the state of its twin."""
     if is_host_scalar(value, local_of(param).device):
-        return copy.deepcopy(value)
+        return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
     local = local_of(value)
     shape = like.shape if local.shape == local_of(param).shape else local.shape
     return torch.zeros(shape, dtype=local.dtype, device=like.device)

@@ -25,6 +25,7 @@ from statestream.fused_adam import FusedAdam
 from statestream.offload.checkpoint import export_state, load_state
 from statestream.offload.device import device_for
 from statestream.offload.element_ranges import ElementRanges
+from statestream.offload.interrupts import interrupts_held
 from statestream.offload.muon import MuonBatches
 from statestream.offload.muon_layouts import muon_layout
 from statestream.offload.one_pass import OnePass
@@ -75,7 +76,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     An error in a step leaves every parameter and its state either as before or as after, every gradient in its
     place, and is raised as it came. GradScaler's found_inf is read before anything moves, which waits for the
-    gradients; a skipped step moves nothing.
+    gradients; a skipped step moves nothing. Ctrl-C waits for the end of a step.
     """
 
     @torch.no_grad()
@@ -247,7 +248,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         before = {k: self.inner.__dict__.get(k, missing) for k in handed}
         self.inner.__dict__.update(handed)
         try:
-            self.units.step(1.0 if grad_scale is None else as_number(grad_scale))
+            with interrupts_held():
+                self.units.step(1.0 if grad_scale is None else as_number(grad_scale))
         except BaseException as error:
             if self.units.torn and hasattr(error, "add_note"):
                 error.add_note(f"updated in part: {', '.join(self.units.torn)}")
