@@ -34,6 +34,7 @@ class TimedDevice:
     def __init__(self, link: float = LINK, memory: float = MEMORY):
         self.rates = {"load": link, "store": link, "compute": memory / TRAFFIC}
         self.free_at, self.busy = Clock(), Clock()
+        self.spans: list[tuple[str, float, float]] = []
         self.live = self.peak = 0
 
     def allocate(self, nbytes: int) -> None:
@@ -57,8 +58,9 @@ class TimedDevice:
         self._work("compute", nbytes)
 
     def _work(self, queue: str, nbytes: int) -> None:
-        seconds = nbytes / self.rates[queue]
-        setattr(self.free_at, queue, getattr(self.free_at, queue) + seconds)
+        seconds, begin = nbytes / self.rates[queue], getattr(self.free_at, queue)
+        self.spans.append((queue, begin, begin + seconds))
+        setattr(self.free_at, queue, begin + seconds)
         setattr(self.busy, queue, getattr(self.busy, queue) + seconds)
 
 
@@ -86,7 +88,8 @@ class _Launches:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds. `fill` and `drain` are the first load and the last store; `bound` is what a step may take."""
+    """Seconds. `fill` and `drain` are the first load and the last store; `bound` is what a step may take; `spans` are
+    a queue's name, begin and end for each copy and each update."""
 
     total: float
     loads: float
@@ -96,6 +99,7 @@ class Timing:
     drain: float
     chunks: int
     peak_bytes: int
+    spans: list[tuple[str, float, float]]
 
     @property
     def bound(self) -> float:
@@ -131,4 +135,5 @@ def time_step(
         drain=last / link,
         chunks=len(plan.chunks),
         peak_bytes=device.peak,
+        spans=device.spans,
     )
