@@ -94,7 +94,7 @@ def timeline(axes: Any, gigabytes: int = 3, chunks: int = 16) -> None:
     labels = {}
     for name, (base, timing) in ways.items():
         for queue, begin, end in timing.spans:
-            width = max((end - begin) * 1e3, 0.4)  # an update would be too thin to be seen
+            width = max((end - begin) * 1e3, 0.4 if queue == "compute" else 0)  # else too thin to be seen
             where = {"left": begin * 1e3, "color": f"C{rows[queue]}", "edgecolor": "white", "linewidth": 0.3}
             axes.barh(base + rows[queue], width, **where)
         for queue, row in rows.items():

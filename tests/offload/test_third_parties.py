@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from simulated_device.device import SimulatedDevice
 from statestream import CPUOffloadOptimizer
 
 from .conftest import assert_same_training, make_params, train
@@ -72,6 +73,33 @@ def test_whoever_holds_a_parameters_state_goes_on_seeing_it():
     train(optimizer, params, [1])
     assert optimizer.state[params[0]] is held and held["step"] == 2
     assert held["exp_avg"].data_ptr() == moment.data_ptr() and not torch.equal(moment, before)
+
+
+@pytest.mark.parametrize("name", ["sgd", "third party"])
+def test_an_optimizer_without_state_is_passed_through_in_one_call(name, on_device):
+    calls = []
+
+    class SignSGD(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            calls.append(sum(p.grad is not None for p in self.param_groups[0]["params"]))
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign() * 0.1)
+
+    make = SignSGD if name == "third party" else lambda p: torch.optim.SGD(p, lr=0.1)
+    params, reference = make_params(), make_params()
+    device = on_device(SimulatedDevice(0))
+    optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK, elementwise=True), make(reference)
+    calls.clear()  # of the step on the meta device from which it is known
+    train(optimizer, params, [0])
+    assert calls == ([6] if name == "third party" else [])
+    assert device.calls == 0 and optimizer.plan.host_bytes == optimizer.plan.device_bytes == 0
+    train(plain, reference, [0])
+    assert_same_training(params, optimizer, reference, plain)
 
 
 def test_a_state_that_is_bound_anew_in_every_step_is_stored():
