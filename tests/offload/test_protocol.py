@@ -102,6 +102,9 @@ def test_a_closure_is_evaluated_once_with_grad_mode_before_anything_moves(make):
     [
         lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)),
         lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10, cycle_momentum=False),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
+        lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=2),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
         lambda o: torch.optim.lr_scheduler.SequentialLR(
             o,
             [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)],
