@@ -52,7 +52,9 @@ NUMBERS = Judge(
 EMULATION = Judge(
     ("tests/emulation/test_emulation.py",), (_PYTHON, "-c", "from tests.emulation.emulator import build; build()")
 )
-JUDGES = (NUMBERS, PTX, EMULATION)
+SASS = Judge(("tests/sass/test_sass.py",))
+"""Asked last, for what costs time and changes no result."""
+JUDGES = (NUMBERS, PTX, EMULATION, SASS)
 """In the order in which they are asked, the quick first."""
 
 DEVICE_HEADERS = {"csrc/cuda/adam_kernel.cuh", "csrc/cuda/vectors.cuh"}
