@@ -1,8 +1,14 @@
 """This folder is no package: with an __init__.py it would be found in place of Python's own `numbers`."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from kernel_runner import FORMS, use_form
+
+# For tests/helpers, which the folders that are packages find without this.
+sys.path.append(str(Path(__file__).parents[1]))
 
 
 @pytest.fixture(scope="module", autouse=True)
