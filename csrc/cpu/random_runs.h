@@ -15,8 +15,9 @@ constexpr int kLanes = 16;
 void random_groups(const RandomKey &key, uint64_t first_group, uint16_t *out) {
   statestream::PhiloxBlock block[kLanes];
   for (int k = 0; k < kLanes; ++k) block[k] = statestream::random_group(key, first_group + k);
-  for (int k = 0; k < kLanes; ++k)
-    for (int j = 0; j < 8; ++j) out[8 * k + j] = (uint16_t)statestream::random_bits(block[k], j);
+  static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+                "a word's low half comes first in memory, as in random_bits");
+  memcpy(out, block, sizeof block);
 }
 
 // Those of n elements whose global indices follow each other.
