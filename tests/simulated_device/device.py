@@ -20,7 +20,7 @@ from statestream.offload.device import HostMemory
 
 POISON = 0xFF  # NaN in every float format
 
-QUEUES = ("compute", "load", "store")
+QUEUES = ("compute", "load", "store", "down", "up")
 
 
 class Hazard(AssertionError):
@@ -46,6 +46,47 @@ class Work:
     completes: Event | None = None
 
 
+class SimulatedWorker:
+    """Stands in for statestream.offload.worker.Worker: the flow goes on whenever the schedule likes and its event is
+    done."""
+
+    def __init__(self, device: SimulatedDevice, flow):
+        self.device, self.flow = device, flow
+        self.waits_for: Event | None = None
+        self.done = self.running = False
+        self.error: BaseException | None = None
+
+    @property
+    def ready(self) -> bool:
+        return not self.done and not self.running and (self.waits_for is None or self.waits_for.done)
+
+    def go_on(self) -> None:
+        self.running = True
+        try:
+            self.waits_for = next(self.flow)
+        except StopIteration:
+            self.done = True
+        except BaseException as error:
+            self.done, self.error = True, error
+        finally:
+            self.running = False
+
+    def result(self) -> None:
+        self.device.host_waits += 1
+        while not self.done:
+            if self.ready:
+                self.go_on()
+            else:
+                self.device.run_until(self.waits_for)
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+    def stop(self) -> None:
+        self.flow.close()
+        self.done = True
+
+
 class SimulatedDevice:
     """`budget` bounds the live bytes (None: any). `fail_at`: the n-th call of the seam (from 0) raises.
 
@@ -54,13 +95,15 @@ class SimulatedDevice:
     """
 
     STYLES = ("late", "eager", "random", "bursts")
+    host_reaches_parameters = False
 
     def __init__(self, seed: int, budget: int | None = None, fail_at: int | None = None, style: str | None = None):
         self.random = random.Random(seed)
         self.style = style or self.random.choice(self.STYLES)
-        self.weights = {q: self.random.choice((0.02, 0.2, 1.0, 1.0, 5.0)) for q in QUEUES}
+        self.weights = {q: self.random.choice((0.02, 0.2, 1.0, 1.0, 5.0)) for q in (*QUEUES, "worker")}
         self.queues: dict[str, deque[Work]] = {q: deque() for q in QUEUES}
-        self.compute, self.load, self.store = QUEUES
+        self.compute, self.load, self.store, self.down, self.up = QUEUES
+        self.worker: SimulatedWorker | None = None
         self.torch_device = torch.device("cpu")
         self.memory = HostMemory()
         self.budget, self.fail_at = budget, fail_at
@@ -130,23 +173,36 @@ class SimulatedDevice:
         self._call(f"launch {getattr(function, '__name__', function)}")
         self._push(self.compute, Work("kernel", [lambda: function(*args, **kwargs)]))
 
+    def between_steps(self, function) -> None:
+        """For tests: work of others on the compute queue, such as a forward pass."""
+        self._push(self.compute, Work("between steps", [function]))
+
+    def work_on_host(self, what: str) -> None:
+        """For tests: a call that may be told to fail, on the host's side."""
+        self._call(what)
+
     @contextlib.contextmanager
     def computing(self):
         """Torch operations cannot be put off here: they run now, as soon as the compute queue's own waits allow,
         and everything that they need not wait for stays late."""
         self._call("computing")
-        self._run_until(self._marker(self.compute))
+        self.run_until(self._marker(self.compute))
         yield
+
+    def start(self, flow) -> SimulatedWorker:
+        self._call("start")
+        self.worker = SimulatedWorker(self, flow)
+        return self.worker
 
     def synchronize(self, event: Event) -> None:
         self.host_waits += 1
-        self._run_until(event)
+        self.run_until(event)
 
     def drain(self) -> None:
         self._call("drain")
         self.host_waits += 1
         for queue in self.random.sample(QUEUES, len(QUEUES)):
-            self._run_until(self._marker(queue))
+            self.run_until(self._marker(queue))
 
     # ---- for tests ----
 
@@ -181,7 +237,10 @@ class SimulatedDevice:
         self._validity(block)[offset : offset + nbytes] = True
 
     def _validity(self, block: torch.Tensor) -> torch.Tensor:
-        return self._valid.setdefault(block.data_ptr(), torch.ones(block.numel(), dtype=torch.bool))
+        valid = self._valid.get(block.data_ptr())
+        if valid is None or valid.numel() != block.numel():  # another tensor had this address
+            valid = self._valid[block.data_ptr()] = torch.ones(block.numel(), dtype=torch.bool)
+        return valid
 
     def _marker(self, queue: str) -> Event:
         event = Event(0, queue)
@@ -206,9 +265,15 @@ class SimulatedDevice:
 
     def _run_something(self) -> bool:
         ready = [q for q in QUEUES if self._ready(q)]
+        if self.worker is not None and self.worker.ready:
+            ready.append("worker")
         if not ready:
             return False
-        self._run_part(self.random.choices(ready, [self.weights[q] for q in ready])[0])
+        chosen = self.random.choices(ready, [self.weights[q] for q in ready])[0]
+        if chosen == "worker":
+            self.worker.go_on()
+        else:
+            self._run_part(chosen)
         return True
 
     def _run_part(self, queue: str) -> None:
@@ -220,7 +285,7 @@ class SimulatedDevice:
             if work.completes is not None:
                 work.completes.done = True
 
-    def _run_until(self, event: Event) -> None:
+    def run_until(self, event: Event) -> None:
         while not event.done:
             if self.style == "late" or self.random.random() < 0.5:
                 self._run_toward(event)

@@ -1,4 +1,5 @@
-"""Random programs for the stream: state of several kinds, cut by a random plan, updated by a toy optimizer.
+"""Random programs for the stream: state of several kinds, cut by a random plan, updated by a toy optimizer; a part of
+it by the host, if the program is shared.
 
 The toy has what makes Adam hard to stream: two kinds of state that must be updated together with a parameter,
 units that are cut over chunks, units that are stepped whole, missing gradients, errors in the middle. Its
@@ -13,10 +14,13 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
+from statestream.offload import host_stream as real_host_stream
 from statestream.offload import stream as real_stream
 from statestream.offload.arena import Arena, Bank
+from statestream.offload.host_stream import Passage
 from statestream.offload.layout import Layout
 from statestream.offload.plan import Piece, Unit, make_plan
+from statestream.offload.share import cut_at, device_units, host_chunks
 from statestream.offload.stream import Stage
 
 from .device import Hazard, InjectedFault, SimulatedDevice
@@ -70,10 +74,8 @@ class Toy:
 
     def _kernel(self, chunk, ring, pieces):
         for piece in pieces:
-            # A unit that is stepped whole is one grain, however large.
-            grain = GRAIN if self.units[piece.unit].grains > 1 else max(GRAIN, self.params[piece.unit].numel())
-            param = self.params[piece.unit][piece.first * grain : piece.last * grain]
-            n = param.numel()
+            begin, n = self.span(piece)
+            param = self.params[piece.unit][begin : begin + n]
             if not n:
                 continue
             views = []
@@ -84,6 +86,65 @@ class Toy:
                     self.device.check(ring, at, n)
                 views.append(ring[at : at + n] if has else None)
             update(param, *views)
+
+    def span(self, piece):
+        """First byte and number of bytes of a piece of a parameter."""
+        # A unit that is stepped whole is one grain, however large.
+        size = self.params[piece.unit].numel()
+        grain = GRAIN if self.units[piece.unit].grains > 1 else max(GRAIN, size)
+        begin = min(piece.first * grain, size)
+        return begin, min(piece.last * grain, size) - begin
+
+
+@dataclass
+class HostToy:
+    """A host stepper that works together with a Toy."""
+
+    toy: Toy
+    done: set[tuple[int, int]] = field(default_factory=set)
+
+    def down(self, chunk):
+        waiting = [(piece, at) for piece, at in chunk if (piece.unit, piece.first) not in self.done]
+        return [passage for piece, at in waiting for passage in self._passage(piece, at)]
+
+    def up(self, chunk):
+        done = [(piece, at) for piece, at in chunk if (piece.unit, piece.first) in self.done]
+        return [passage for piece, at in done for passage in self._passage(piece, at)]
+
+    def step(self, chunk, slot):
+        self._update(chunk, slot)
+
+    def begun(self, chunk):
+        return bool(self._rest(chunk))
+
+    def finish(self, chunk, slot):
+        self._update(self._rest(chunk), slot)
+
+    def torn(self, chunks, error):
+        self.toy.lost.extend(piece.unit for chunk in chunks for piece, _ in chunk)
+
+    def _rest(self, chunk):
+        started = {unit for unit, _ in self.toy.launched}
+        return [(p, at) for p, at in chunk if p.unit in started and (p.unit, p.first) not in self.toy.launched]
+
+    def _passage(self, piece, at):
+        begin, n = self.toy.span(piece)
+        return [Passage(self.toy.params[piece.unit], begin, at, n)] if n else []
+
+    def _update(self, chunk, slot):
+        for piece, at in chunk:
+            _, n = self.toy.span(piece)
+            if self.toy.split_launches:
+                self.toy.device.work_on_host(f"host {piece}")
+            self.toy.device.check(slot, at, n)
+            bank = next(b for b in self.toy.layout.banks if b.first <= piece.unit < b.first + len(b.units))
+            states = [
+                arena.block[bank.start(kind, piece) :][:n] if self.toy.units[piece.unit].sizes[kind] else None
+                for kind, arena in enumerate(bank.arenas)
+            ]
+            update(slot[at : at + n], *states)
+            self.done.add((piece.unit, piece.first))
+            self.toy.launched.add((piece.unit, piece.first))
 
 
 def update(param, first, second):
@@ -102,6 +163,8 @@ class Program:
 
     seed: int
     steps: int = 2
+    shared: bool = False
+    """Whether the host has a share of each step."""
 
     def __post_init__(self):
         r = self.random = random.Random(self.seed)
@@ -124,13 +187,16 @@ class Program:
         self.allowed = max(largest, total if self.budget is None else self.budget)
         self.missing = [{u for u in range(len(self.grains)) if r.random() < 0.2} for _ in range(self.steps)]
         self.split_launches = r.random() < 0.5
+        self.fraction = r.choice((0.25, 0.5, 0.5, 0.75, 1.0)) if self.shared else 0.0
+        self.slots, self.room = r.randrange(1, 4), r.choice((1, 64, 200, 1000))
 
     def build(self, device):
         units = [
             Unit(tuple(g * GRAIN * k for k in kinds), g if self.divisible else 1, bank)
             for g, kinds, bank in zip(self.grains, self.kinds, self.banks, strict=True)
         ]
-        plan = make_plan(units, self.budget)
+        self.cut = cut_at(units, self.fraction)
+        plan = make_plan(device_units(units, self.cut), self.budget)
         banks = []
         for bank in sorted(set(self.banks)):
             members = [i for i, b in enumerate(self.banks) if b == bank]
@@ -159,7 +225,11 @@ class Program:
 
 
 def run_program(
-    program: Program, fail_at: int | None = None, style: str | None = None, stream: ModuleType = real_stream
+    program: Program,
+    fail_at: int | None = None,
+    style: str | None = None,
+    stream: ModuleType = real_stream,
+    host_stream: ModuleType = real_host_stream,
 ) -> SimulatedDevice:
     """Runs a program and judges it; raises Hazard for whatever is wrong, naming the seed.
 
@@ -167,14 +237,17 @@ def run_program(
     """
     device = SimulatedDevice(program.seed, program.allowed, fail_at, style)
     try:
-        _run(program, device, stream)
+        _run(program, device, stream, host_stream)
     except Hazard as hazard:
         raise Hazard(f"seed {program.seed}, fail_at {fail_at}, style {device.style}: {hazard}") from hazard
     return device
 
 
-def _run(program, device, stream):
+def _run(program, device, stream, host_stream):
     units, layout = program.build(device)
+    grain_bytes = [GRAIN if u.grains > 1 else GRAIN * n for u, n in zip(units, program.grains, strict=True)]
+    chunks = host_chunks(units, program.cut, grain_bytes, program.room) if program.shared else []
+    slots = [device.memory.block(max([program.room, *grain_bytes])) for _ in range(program.slots)]
     params, states = program.fresh()
     expected_params = [p.clone() for p in params]
     expected = [[None if s is None else s.clone() for s in state] for state in states]
@@ -185,14 +258,20 @@ def _run(program, device, stream):
         active = set(range(len(units))) - program.missing[number]
         stages = layout.stages(active if number or program.missing[number] else None)
         toy = Toy(device, layout, units, params, active, program.split_launches)
+        if program.shared:
+            weights = [p.clone() for p in expected_params]
+            device.between_steps(lambda number=number, weights=weights: _forward(device, params, weights, number))
         waits = device.host_waits
-        before = _units_seen(layout)
+        before = _units_seen(layout, chunks)
         if before != {u: units[u].grains for u in range(len(units))}:
             raise Hazard(f"the plan does not hold every grain once: {before}")
+        mine = [tuple((p, at) for p, at in chunk if p.unit in active) for chunk in chunks]
+        mine = [chunk for chunk in mine if chunk]
+        host = host_stream.HostShare(device, slots, mine, HostToy(toy)) if mine else None
         try:
-            last = stream.run(device, layout.plan.ring_bytes, stages, toy)
+            last = stream.run(device, layout.plan.ring_bytes, stages, toy, host)
             stepped = active
-            if device.host_waits != waits:
+            if device.host_waits != waits + bool(mine):
                 raise Hazard("the host waited inside a step")
         except InjectedFault as fault:
             if str(fault) != device.log[device.fail_at]:
@@ -204,6 +283,9 @@ def _run(program, device, stream):
         for unit in stepped:
             done[unit] += 1
             update(expected_params[unit], *expected[unit])
+        if last is None and not stages:
+            # The host's work on state is done once the step returns; weights follow in the order of the queues.
+            _judge_state(program, layout, expected, device)
         if last is not None:
             # What an export does: wait for the last store, then read host memory at once.
             device.synchronize(last)
@@ -217,13 +299,20 @@ def _run(program, device, stream):
             raise Hazard(f"parameter of unit {unit} is wrong")
 
 
-def _units_seen(layout):
+def _forward(device, params, expected, number):
+    """Stands for what the compute queue does between steps: it reads every weight, of the step before and no later."""
+    for unit, (param, right) in enumerate(zip(params, expected, strict=True)):
+        device.check(param, 0, param.numel())
+        if not torch.equal(param, right):
+            raise Hazard(f"before step {number} the weight of unit {unit} is not that of the step before")
+
+
+def _units_seen(layout, chunks):
     seen = {}
-    for chunk in layout.plan.chunks:
-        for piece in chunk.pieces:
-            if seen.get(piece.unit, 0) != piece.first:
-                raise Hazard(f"piece {piece} comes out of order")
-            seen[piece.unit] = piece.last
+    for piece in [p for chunk in layout.plan.chunks for p in chunk.pieces] + [p for chunk in chunks for p, _ in chunk]:
+        if seen.get(piece.unit, 0) != piece.first:
+            raise Hazard(f"piece {piece} comes out of order")
+        seen[piece.unit] = piece.last
     return seen
 
 

@@ -9,17 +9,19 @@ import random
 import types
 
 import pytest
-from statestream.offload import stream
+from statestream.offload import host_stream, stream
 
 from .device import Hazard, SimulatedDevice
 from .programs import Program, run_program
 
 
 def check_seeds(seeds):
-    for seed in seeds:
-        calls = run_program(Program(seed)).calls
-        if calls:
-            run_program(Program(seed), fail_at=random.Random(seed).randrange(calls))
+    for shared in (False, True):
+        for seed in seeds:
+            program = Program(seed, shared=shared)
+            calls = run_program(program).calls
+            if calls:
+                run_program(Program(seed, shared=shared), fail_at=random.Random(seed).randrange(calls))
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))
@@ -34,25 +36,24 @@ def test_ten_thousand_schedules():
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6])
-def test_an_error_at_any_call_leaves_each_unit_before_or_after(seed):
-    calls = run_program(Program(seed)).calls
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_error_at_any_call_leaves_each_unit_before_or_after(seed, shared):
+    calls = run_program(Program(seed, shared=shared)).calls
     for fail_at in range(calls):
-        run_program(Program(seed), fail_at=fail_at)
+        run_program(Program(seed, shared=shared), fail_at=fail_at)
 
 
 def test_a_seed_replays_the_same_schedule():
-    first, second = run_program(Program(5)), run_program(Program(5))
-    assert first.log == second.log
-    assert first.log != run_program(Program(6)).log
+    for shared in (False, True):
+        first, second = run_program(Program(5, shared=shared)), run_program(Program(5, shared=shared))
+        assert first.log == second.log
+        assert first.log != run_program(Program(6, shared=shared)).log
 
 
 # ---- planted faults ----
 
 FAULTS = {
-    "loads do not wait for earlier use of the ring's memory": (
-        "device.wait(device.load, device.record(device.compute))",
-        "device.record(device.compute)",
-    ),
+    "loads do not wait for earlier use of the ring's memory": ("device.wait(device.load, ready)", "pass"),
     "a slot is loaded before its last chunk was stored": (
         "self.device.wait(self.device.load, self.stored[stage.after])",
         "pass",
@@ -121,15 +122,11 @@ RECOVERY_FAULTS = {
         "if self.begun > k and stepper.keeps(stages[k]):",
         "if False:",
     ),
-    "an error leaves a unit that was stepped in part": (
-        "while k < len(stages) and stepper.begun(stages[k]):",
-        "while False:",
-    ),
+    "an error leaves a unit that was stepped in part": ("if stepper.begun(stages[k]):", "if False:"),
     "a unit that was stepped in part is finished and not stored": (
-        "                stepper.finish(stages[k], self.ring)\n"
-        "                self._copy_out(device.compute, stages[k])\n"
-        "                k += 1\n            device.drain()",
-        "                stepper.finish(stages[k], self.ring)\n                k += 1\n            device.drain()",
+        "                    stepper.finish(stages[k], self.ring)\n"
+        "                    self._copy_out(device.compute, stages[k])\n",
+        "                    stepper.finish(stages[k], self.ring)\n",
     ),
     "an error is handled while copies are on their way": (
         "        try:\n            device.drain()\n",
@@ -139,23 +136,81 @@ RECOVERY_FAULTS = {
 }
 
 
-def mutated(old: str, new: str) -> types.ModuleType:
-    """stream.py with one fault in it."""
-    with open(stream.__file__) as file:
+HOST_FAULTS = {
+    "what comes down does not wait for the compute queue": ("device.wait(device.down, ready)", "pass"),
+    "the host updates before the chunk is there": ("yield here[k]", "yield None"),
+    "the host waits for the first chunk": ("yield here[k]", "yield here[0]"),
+    "a slot is filled before its last chunk went up": ("device.wait(device.down, self.sent[k])", "pass"),
+    "a slot waits for the chunk before the one that matters": (
+        "device.wait(device.down, self.sent[k])",
+        "device.wait(device.down, self.sent[max(k - 1, 0)])",
+    ),
+    "the event of what came down is recorded on another queue": (
+        "return self.device.record(self.device.down)",
+        "return self.device.record(self.device.up)",
+    ),
+    "the event of what went up is recorded on another queue": (
+        "self.sent.append(device.record(device.up))",
+        "self.sent.append(device.record(device.down))",
+    ),
+    "weights go up before they are updated": (
+        "            self.stepper.step(chunk, self._slot(k))\n            self._send(device.up, k)\n",
+        "            self._send(device.up, k)\n            self.stepper.step(chunk, self._slot(k))\n",
+    ),
+    "weights go up by the queue of what comes down": ("self._send(device.up, k)", "self._send(device.down, k)"),
+    "two chunks use one slot": ("self.slots[k % len(self.slots)]", "self.slots[0]"),
+    "the host's last chunk is lost": ("enumerate(self.chunks):", "enumerate(self.chunks[:-1] or self.chunks):"),
+}
+
+SHARED_FAULTS = {
+    "the compute queue does not wait for the last weights": ("device.wait(device.compute, self.host.sent[-1])", "pass"),
+    "the compute queue waits for the first weights": (
+        "device.wait(device.compute, self.host.sent[-1])",
+        "device.wait(device.compute, self.host.sent[0])",
+    ),
+}
+
+HOST_RECOVERY_FAULTS = {
+    "weights that were updated before an error stay on the host": (
+        "                self._send(device.compute, k)\n                if stepper",
+        "                if stepper",
+    ),
+    "the host leaves a unit that was stepped in part": ("if stepper.begun(self.chunks[k]):", "if False:"),
+    "the host finishes a unit and does not send it": (
+        "                    stepper.finish(self.chunks[k], self._slot(k))\n"
+        "                    self._send(device.compute, k)\n",
+        "                    stepper.finish(self.chunks[k], self._slot(k))\n",
+    ),
+    "the host finishes a unit before it is there": (
+        "                    device.drain()\n                    stepper.finish",
+        "                    stepper.finish",
+    ),
+}
+
+SHARED_RECOVERY_FAULTS = {
+    "the host's share goes on after an error": ("self.worker.stop()", "pass"),
+    "the host's share is not settled": ("self.host.settle()", "pass"),
+    "the device does not finish what the host began": ("rest = range(k, len(stages))", "rest = range(k, k)"),
+}
+
+
+def mutated(old: str, new: str, module: types.ModuleType = stream) -> types.ModuleType:
+    """A module with one fault in it."""
+    with open(module.__file__) as file:
         source = file.read()
-    assert source.count(old) == 1, f"{old!r} is in stream.py {source.count(old)} times"
-    module = types.ModuleType("statestream.offload.mutated_stream")
-    module.__dict__["__name__"] = stream.__name__
-    exec(compile(source.replace(old, new), stream.__file__, "exec"), module.__dict__)
-    return module
+    assert source.count(old) == 1, f"{old!r} is in {module.__file__} {source.count(old)} times"
+    faulty = types.ModuleType("statestream.offload.mutated")
+    faulty.__dict__["__name__"] = module.__name__
+    exec(compile(source.replace(old, new), module.__file__, "exec"), faulty.__dict__)
+    return faulty
 
 
-def is_caught(module, seed: int, fail: bool) -> bool:
+def is_caught(seed: int, fail: bool, shared: bool = False, **modules) -> bool:
     try:
-        calls = run_program(Program(seed), stream=module).calls
+        calls = run_program(Program(seed, shared=shared), **modules).calls
         if fail and calls:
             for fail_at in random.Random(seed).sample(range(calls), min(calls, 6)):
-                run_program(Program(seed), fail_at=fail_at, stream=module)
+                run_program(Program(seed, shared=shared), fail_at=fail_at, **modules)
     except Hazard:
         return True
     return False
@@ -164,13 +219,29 @@ def is_caught(module, seed: int, fail: bool) -> bool:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_caught_within_50_seeds(name):
     module = mutated(*FAULTS[name])
-    assert any(is_caught(module, seed, fail=False) for seed in range(50))
+    assert any(is_caught(seed, fail=False, stream=module) for seed in range(50))
 
 
 @pytest.mark.parametrize("name", RECOVERY_FAULTS)
 def test_a_fault_in_what_follows_an_error_is_caught_within_50_seeds(name):
     module = mutated(*RECOVERY_FAULTS[name])
-    assert any(is_caught(module, seed, fail=True) for seed in range(50))
+    assert any(is_caught(seed, fail=True, stream=module) for seed in range(50))
+
+
+@pytest.mark.parametrize("name", [*HOST_FAULTS, *SHARED_FAULTS])
+def test_a_fault_in_the_hosts_share_is_caught_within_50_seeds(name):
+    in_host = name in HOST_FAULTS
+    module = mutated(*HOST_FAULTS[name], host_stream) if in_host else mutated(*SHARED_FAULTS[name])
+    where = {"host_stream" if in_host else "stream": module}
+    assert any(is_caught(seed, fail=False, shared=True, **where) for seed in range(50))
+
+
+@pytest.mark.parametrize("name", [*HOST_RECOVERY_FAULTS, *SHARED_RECOVERY_FAULTS])
+def test_a_fault_in_what_follows_an_error_of_a_shared_step_is_caught_within_50_seeds(name):
+    in_host = name in HOST_RECOVERY_FAULTS
+    module = mutated(*HOST_RECOVERY_FAULTS[name], host_stream) if in_host else mutated(*SHARED_RECOVERY_FAULTS[name])
+    where = {"host_stream" if in_host else "stream": module}
+    assert any(is_caught(seed, fail=True, shared=True, **where) for seed in range(50))
 
 
 # ---- the simulation itself ----

@@ -1,8 +1,9 @@
 """The few device calls that the offload engine needs: CUDA, and plain host.
 
-The seam: three queues (`compute`, `load`, `store`), each in order by itself; `record` and `wait` join them;
-`copy` and `launch` queue work and return at once; `allocate` and `free` take their place in the
-order of the compute queue, as torch's allocator does. `synchronize` and `drain` alone make the host wait.
+The seam: queues (`compute`, `load` and `store` of state, `down` of gradients and `up` of weights), each in order by
+itself; `record` and `wait` join them; `copy` and `launch` queue work and return at once; `allocate` and `free` take
+their place in the order of the compute queue, as torch's allocator does. `start` drives a flow of the host's beside all
+that (host_stream.py). `synchronize`, `drain` and a started flow's `result` alone make the host wait.
 Memory, host and device, is a flat uint8 tensor. tests/simulated_device holds a hostile third implementation.
 """
 
@@ -12,11 +13,13 @@ import contextlib
 import mmap
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from statestream.offload.worker import Worker
 
 __all__ = ["CudaDevice", "HostDevice", "HostMemory", "device_for"]
 
@@ -109,7 +112,9 @@ def _advise(mapping: _Mapping, advice: str) -> None:
 class HostDevice:
     """Everything on the host, at once. For parameters on the CPU; there is nothing to overlap."""
 
-    compute = load = store = None
+    compute = load = store = down = up = None
+    host_reaches_parameters = True
+    """Whether the host's share needs no copies."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -136,6 +141,9 @@ class HostDevice:
     def computing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def start(self, flow: Generator[Any, None, None]) -> Worker:
+        return Worker(flow, self.synchronize)
+
     def synchronize(self, event: Any) -> None:
         pass
 
@@ -144,7 +152,9 @@ class HostDevice:
 
 
 class CudaDevice:
-    """CUDA: the caller's current stream computes, two streams of its own copy."""
+    """CUDA: the caller's current stream computes, streams of its own copy, each kind of copy in one."""
+
+    host_reaches_parameters = False
 
     def __init__(self, device: torch.device):
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -152,6 +162,8 @@ class CudaDevice:
         self.memory = HostMemory(self._pin, self._unpin)
         self.load = torch.cuda.Stream(self.torch_device)
         self.store = torch.cuda.Stream(self.torch_device)
+        self.down = torch.cuda.Stream(self.torch_device)
+        self.up = torch.cuda.Stream(self.torch_device)
 
     @property
     def compute(self) -> torch.cuda.Stream:
@@ -167,7 +179,8 @@ class CudaDevice:
         block.untyped_storage().resize_(0)
 
     def record(self, queue: torch.cuda.Stream) -> torch.cuda.Event:
-        return queue.record_event()
+        # Whoever waits for it sleeps: spinning would take a core from the host's share.
+        return queue.record_event(torch.cuda.Event(blocking=True))
 
     def wait(self, queue: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         queue.wait_event(event)
@@ -185,6 +198,9 @@ class CudaDevice:
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """Around torch operations that belong to the compute queue."""
         return contextlib.nullcontext()
+
+    def start(self, flow: Generator[Any, None, None]) -> Worker:
+        return Worker(flow, self.synchronize)
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()

@@ -8,7 +8,8 @@ Why each wait is there, and there are no others:
 * step k waits for load k, and store k for step k;
 * at the end the compute queue waits for the last store: then the ring's memory may be used for anything.
 
-The host never waits. An error ends a step at a clean edge: see `run`.
+The host never waits, unless it has a share of the step itself (host_stream.py): then for that. An error ends a step at
+a clean edge: see `run`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from statestream.offload.host_stream import HostShare
 
 __all__ = ["Stage", "Stepper", "Transfer", "run"]
 
@@ -63,36 +66,41 @@ class Stepper(Protocol):
         """What was updated in these stages could not be stored or finished, for this second error."""
 
 
-def run(device: Any, ring_bytes: int, stages: Sequence[Stage], stepper: Stepper) -> Any:
-    """Streams every stage through a ring of `ring_bytes`; returns the event of the last store.
+def run(device: Any, ring_bytes: int, stages: Sequence[Stage], stepper: Stepper, host: HostShare | None = None) -> Any:
+    """Streams every stage through a ring of `ring_bytes`, while the host does its share, if it has one; returns the
+    event of the last store.
 
     `device` is a device.py seam. An error anywhere is raised as it came. Before that, what was updated is
     stored, a unit that was updated in part is finished, and nothing else is begun: each unit is wholly before
-    or wholly after its update. If the device refuses that too, `stepper.torn` is told.
+    or wholly after its update. If the device refuses that too, `torn` of the steppers is told.
     """
-    if not stages:
+    if not stages and host is None:
         return None
-    ring = device.allocate(ring_bytes)
-    flow = _Flow(device, ring, stages, stepper)
+    ring = device.allocate(ring_bytes) if stages else None
+    flow = _Flow(device, ring, stages, stepper, host)
     try:
         return flow.run()
     except BaseException:
         flow.settle()
         raise
     finally:
-        device.free(ring)
+        if stages:
+            device.free(ring)
 
 
 class _Flow:
-    def __init__(self, device: Any, ring: Any, stages: Sequence[Stage], stepper: Stepper):
-        self.device, self.ring, self.stages, self.stepper = device, ring, stages, stepper
+    def __init__(self, device: Any, ring: Any, stages: Sequence[Stage], stepper: Stepper, host: HostShare | None):
+        self.device, self.ring, self.stages, self.stepper, self.host = device, ring, stages, stepper, host
         self.loaded: list[Any] = []
         self.stored: list[Any] = []
         self.begun = self.stepped = 0
+        self.worker: Any = None
 
     def run(self) -> Any:
-        device = self.device
-        device.wait(device.load, device.record(device.compute))
+        device, ready = self.device, self.device.record(self.device.compute)
+        if self.host is not None:
+            self.worker = device.start(self.host.run(ready))
+        device.wait(device.load, ready)
         for k, stage in enumerate(self.stages):
             self._load_ahead(k)
             device.wait(device.compute, self.loaded[k])
@@ -102,6 +110,11 @@ class _Flow:
             device.wait(device.store, device.record(device.compute))
             self._copy_out(device.store, stage)
             self.stored.append(device.record(device.store))
+        if self.host is not None:
+            self.worker.result()
+            device.wait(device.compute, self.host.sent[-1])
+        if not self.stages:
+            return None
         device.wait(device.compute, self.stored[-1])
         return self.stored[-1]
 
@@ -121,6 +134,8 @@ class _Flow:
         on the compute queue."""
         device, stages, stepper = self.device, self.stages, self.stepper
         k = len(self.stored)
+        if self.worker is not None:
+            self.worker.stop()
         try:
             device.drain()
             for k in range(len(self.stored), self.stepped):
@@ -130,14 +145,17 @@ class _Flow:
                 stepper.finish(stages[k], self.ring)
                 self._copy_out(device.compute, stages[k])
                 k += 1
-            while k < len(stages) and stepper.begun(stages[k]):
-                self._copy_in(device.compute, stages[k])
-                stepper.finish(stages[k], self.ring)
-                self._copy_out(device.compute, stages[k])
-                k += 1
+            rest = range(k, len(stages))
+            for k in rest:
+                if stepper.begun(stages[k]):
+                    self._copy_in(device.compute, stages[k])
+                    stepper.finish(stages[k], self.ring)
+                    self._copy_out(device.compute, stages[k])
             device.drain()
         except BaseException as error:
             stepper.torn(stages[k:], error)
+        if self.host is not None:
+            self.host.settle()
 
     def _copy_in(self, queue: Any, stage: Stage) -> None:
         for t in stage.transfers:
