@@ -7,15 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from statestream.fused_adam import FusedAdam
+    from statestream.memory import log_memory
     from statestream.offload import CPUOffloadOptimizer
+    from statestream.offload.timeline import Timeline
     from statestream.planner.live import plan
 
-__all__ = ["CPUOffloadOptimizer", "FusedAdam", "plan"]
+__all__ = ["CPUOffloadOptimizer", "FusedAdam", "Timeline", "log_memory", "plan"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "CPUOffloadOptimizer": "statestream.offload",
     "FusedAdam": "statestream.fused_adam",
+    "Timeline": "statestream.offload.timeline",
+    "log_memory": "statestream.memory",
     "plan": "statestream.planner.live",
 }
 

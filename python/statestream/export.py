@@ -14,7 +14,7 @@ from statestream.sharding import around
 from statestream.tensors import flat, is_fake, local_of
 from statestream.transfer import Exporter
 
-__all__ = ["export_on_device", "export_to_host", "unscaled"]
+__all__ = ["export_on_device", "export_to_host", "taken_by_export", "unscaled"]
 
 
 def export_on_device(states: list[dict[str, Any]], form: StateFormat) -> list[dict[str, Any]]:
@@ -36,8 +36,11 @@ def unscaled(state: Tensor, form: StateFormat) -> Tensor:
     return around(out, state)
 
 
-def export_to_host(states: list[dict[str, Any]], form: StateFormat, staging_bytes: int) -> list[dict[str, Any]]:
-    """A snapshot of each state in host memory (pinned where the state is on a GPU), values FP32.
+def export_to_host(
+    states: list[dict[str, Any]], form: StateFormat, staging_bytes: int
+) -> tuple[list[dict[str, Any]], int]:
+    """A snapshot of each state in host memory (pinned where the state is on a GPU), values FP32; and the bytes of
+    device memory that its staging took.
 
     A DTensor comes back as a DTensor on the same mesh, with the same placements, shape and stride, and a
     local tensor in host memory. Device memory: `staging_bytes`, freed on return, however large the state.
@@ -60,7 +63,20 @@ def export_to_host(states: list[dict[str, Any]], form: StateFormat, staging_byte
                     value = around(host, value)
                 copies[name] = value
             exported.append(copies)
-    return exported
+        staging = exporter.staging_taken
+    return exported, staging
+
+
+def taken_by_export(states: list[dict[str, Any]], exported: list[dict[str, Any]], staging: int) -> tuple[int, int]:
+    """Bytes on the device and on the host that an export took: staging, and what is not live state itself."""
+    device, host = staging, 0
+    for live, copies in zip(states, exported, strict=True):
+        for name, value in copies.items():
+            if isinstance(value, Tensor) and value is not live[name]:
+                local = local_of(value)
+                nbytes = local.numel() * local.element_size()
+                device, host = (device, host + nbytes) if local.device.type == "cpu" else (device + nbytes, host)
+    return device, host
 
 
 def _host_tensors(states: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:

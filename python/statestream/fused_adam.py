@@ -21,8 +21,9 @@ from statestream.arguments import (
     check_group_options,
     check_param,
 )
-from statestream.export import export_on_device, export_to_host, unscaled
+from statestream.export import export_on_device, export_to_host, taken_by_export, unscaled
 from statestream.kernels import AdamOptions
+from statestream.memory import MemoryReport, report_of
 from statestream.moments import MASTER, STEP, StateFormat
 from statestream.promised_state import PromisedState
 from statestream.scaling import count_on_device, device_scalars, scaling_of
@@ -86,6 +87,9 @@ class FusedAdam(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and leaves grads alone
+    _stepped = False
+    _exported: tuple[int | None, int | None] = (None, None)
+    """Device and host bytes that the last export took."""
 
     def __init__(
         self,
@@ -245,6 +249,7 @@ class FusedAdam(torch.optim.Optimizer):
                 count_on_device(group, found_inf)
             else:
                 group[STEP] += 1
+        self._stepped = True
         return loss
 
     def _options(self, group: dict[str, Any]) -> AdamOptions:
@@ -322,9 +327,10 @@ class FusedAdam(torch.optim.Optimizer):
         kept = [param for param in params if param in self.state]
         states = [self.state[param] for param in kept]
         if self.state_dict_cpu_offload:
-            exported = export_to_host(states, self.form, self.export_staging_bytes)
+            exported, staging = export_to_host(states, self.form, self.export_staging_bytes)
         else:
-            exported = export_on_device(states, self.form)
+            exported, staging = export_on_device(states, self.form), 0
+        self._exported = taken_by_export(states, exported, staging)
         packed_state: dict[Any, Any] = {index[id(p)]: s for p, s in zip(kept, exported, strict=True)}
         other = {k: v for k, v in self.state.items() if not isinstance(k, Tensor)}
         packed_state.update(copy.deepcopy(other) if self.state_dict_cpu_offload else other)
@@ -427,6 +433,20 @@ class FusedAdam(torch.optim.Optimizer):
             has = ", ".join(sorted(state.keys() - {STEP}))
             raise ValueError(f"state_name: {name!r} is not a state of this parameter; it has {has}")
         return state[name]
+
+    # ---- memory ----
+
+    @torch.no_grad()
+    def memory_report(self) -> MemoryReport:
+        """Bytes held by kind, and what the last step and the last export took on top. State that was not made yet
+        is not counted, nor made. A step here takes no device memory of its own."""
+        return report_of(
+            self._params(),
+            {param: self.state.made(param) for param in self._params()},
+            "decoupled_grad" if self.use_decoupled_grad else "grad",
+            step_device=0 if self._stepped else None,
+            exported=self._exported,
+        )
 
     # ---- deepcopy and pickle ----
 

@@ -87,6 +87,7 @@ class _Staging:
         self.half_elements = half = nbytes // 2 // _FP32_BYTES // _BLOCK * _BLOCK
         buffer = torch.empty(2 * half, dtype=torch.float32, device=device)
         self.halves = (buffer[:half], buffer[half:])
+        self.nbytes = 2 * half * _FP32_BYTES
         self.free: list[Any] = [None, None]
         self.turn = 0
         self.queues = _queues_for(buffer)
@@ -120,10 +121,13 @@ class _Transfer:
         self.staging_bytes = staging_bytes
         self._stagings: dict[torch.device, _Staging] = {}
         self._devices: set[torch.device] = set()
+        self.staging_taken = 0
+        """Bytes of device memory."""
 
     def staging(self, device: torch.device) -> _Staging:
         if device not in self._stagings:
             self._stagings[device] = _Staging(device, self.staging_bytes)
+            self.staging_taken += self._stagings[device].nbytes
         return self._stagings[device]
 
     def queued_on(self, tensor: Tensor) -> None:

@@ -207,6 +207,7 @@ class ElementRanges(Units):
             active = None if len(jobs) == len(layout.units) else jobs.keys()
             flow = _AdamFlow(self, layout, jobs, grad_scale)
             stages = layout.stages(active)
+            self.took(layout.plan.ring_bytes)
             try:
                 self._last_store = stream.run(self.device, layout.plan.ring_bytes, stages, flow)
             finally:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from statestream.offload.learn import is_host_scalar, unhooked_step
 from statestream.offload.store import compact_copy
@@ -66,6 +66,7 @@ class OnePass(Units):
                 for key, state in hosts.items():
                     inner.state[key] = self._to_device(state)
                 subset.update(params)
+                self.took(sum(t.nbytes for t in (*undo, *self._on_device())))
                 self._moved = {}
                 new = {key: self._to_host(state) for key, state in inner.state.items()}
             except BaseException:
@@ -76,6 +77,12 @@ class OnePass(Units):
             finally:
                 inner.state.clear()
                 inner.state.update(new)
+
+    def _on_device(self) -> list[Tensor]:
+        """State that the optimizer has there, local parts."""
+        leaves = tree_leaves([dict(state) for state in self.inner.state.values()])
+        there = self.device.torch_device
+        return [local_of(v) for v in leaves if isinstance(v, Tensor) and not is_host_scalar(v, there)]
 
     def _to_host(self, state: Any) -> Any:
         def moved(value: Any) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from statestream.arguments import as_number
 from statestream.fused_adam import FusedAdam
+from statestream.memory import MemoryReport, report_of
 from statestream.offload.checkpoint import export_state, load_state
 from statestream.offload.device import device_for
 from statestream.offload.element_ranges import ElementRanges
@@ -78,6 +79,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     place, and is raised as it came. GradScaler's found_inf is read before anything moves, which waits for the
     gradients; a skipped step moves nothing. Ctrl-C waits for the end of a step.
     """
+
+    _exported: tuple[int | None, int | None] = (None, None)
+    """Device and host bytes that the last export took."""
 
     @torch.no_grad()
     def __init__(
@@ -242,6 +246,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             grad_scale, found_inf = scaling_of(self, scaler)
         else:
             grad_scale, found_inf = handed.get("grad_scale"), handed.get("found_inf")
+        self.units.step_bytes = 0
         if found_inf is not None and as_number(found_inf):
             return
         missing = object()
@@ -278,6 +283,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             hook(self)
         self.units.wait()
         state_dict = export_state(self.units, snapshot=self.state_dict_snapshot)
+        self._exported = self._taken_by(state_dict)
         for hook in list(self._optimizer_state_dict_post_hooks.values()):
             changed = hook(self, state_dict)
             if changed is not None:
@@ -298,6 +304,35 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self.units.torn.clear()
         for hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             hook(self)
+
+    # ---- memory ----
+
+    @torch.no_grad()
+    def memory_report(self) -> MemoryReport:
+        """Bytes held by kind, state with its padding, and what the last step and the last export took on top. Of the
+        step that is state and what restores parameters after an error; what an optimizer of another kind than
+        FusedAdam allocates for itself is not known here."""
+        arenas: dict[str, int] = {}
+        for arena in (arena for bank in self.units.store.banks for arena in bank.arenas):
+            arenas[arena.kind] = arenas.get(arena.kind, 0) + arena.nbytes
+        return report_of(
+            self.units.params(),
+            {} if self.units.store.banks else self.inner.state,
+            "decoupled_grad" if getattr(self.inner, "use_decoupled_grad", False) else "grad",
+            arenas=arenas,
+            exported=self._exported,
+            step_device=self.units.step_bytes,
+            pinned=self.pinned_bytes,
+        )
+
+    def _taken_by(self, state_dict: dict[str, Any]) -> tuple[int | None, int | None]:
+        """Device and host bytes of an export."""
+        if isinstance(self.inner, FusedAdam):
+            return self.inner._exported
+        if not self.state_dict_snapshot:
+            return 0, 0
+        values = [v for state in state_dict["state"].values() if isinstance(state, dict) for v in state.values()]
+        return 0, sum(local_of(v).nbytes for v in values if isinstance(v, Tensor))
 
     # ---- deepcopy and pickle ----
 

@@ -36,6 +36,12 @@ class Units:
         self.store = StateStore(device.memory, budget)
         self.torn: list[str] = []
         self._last_store: Any = None
+        self.step_bytes: int | None = None
+        """Device memory that the last step took for state, at its highest; None before the first."""
+
+    def took(self, nbytes: int) -> None:
+        """Something of so many bytes is on the device, and nothing else that was told here."""
+        self.step_bytes = max(self.step_bytes or 0, nbytes)
 
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
         """Host memory for every trained parameter, and `existing` state moved there."""

@@ -203,6 +203,7 @@ class WholeParameters(Units):
         layout = self.store.layout
         stages = layout.stages(None if len(jobs) == len(layout.units) else jobs.keys())
         flow = _Flow(self, layout, jobs, subset)
+        self.took(layout.plan.ring_bytes)
         self._last_store = stream.run(self.device, layout.plan.ring_bytes, stages, flow)
 
     def _create(self, members: list[Member], subset: Subset) -> None:
@@ -220,6 +221,7 @@ class WholeParameters(Units):
                 room -= nbytes
 
     def _create_run(self, members: list[Member], subset: Subset) -> None:
+        self.took(sum(m.state_bytes + m.undo_bytes for m in members))
         with self.device.computing():
             locals_ = [local_of(m.param) for m in members]
             undo = [local.clone() for local in locals_]

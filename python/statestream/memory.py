@@ -1,0 +1,117 @@
+"""What an optimizer holds in memory, and what its last step and export took on top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from statestream.tensors import local_of
+
+__all__ = ["MemoryReport", "log_memory", "report_of"]
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes. `device` and `host` are what is held now, by kind: "weights", "grads" and the keys of the state; tensors
+    on the CPU are on the host. What is there twice, as tied weights are, is counted once.
+
+    `step_device` is what the last step took of the device at its highest, `export_device` and `export_host` what the
+    last `state_dict()` took, its result included; None before the first. `pinned` is how much of `host` is pinned.
+    """
+
+    device: dict[str, int] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
+    step_device: int | None = None
+    export_device: int | None = None
+    export_host: int | None = None
+    pinned: int = 0
+
+    def scalars(self, prefix: str = "memory/") -> dict[str, int]:
+        """Flat names and numbers, as loggers take them: "memory/device/exp_avg". What is None is left out."""
+        found = {f"device/{kind}": nbytes for kind, nbytes in self.device.items()}
+        found |= {f"host/{kind}": nbytes for kind, nbytes in self.host.items()}
+        extra = {name: getattr(self, name) for name in ("step_device", "export_device", "export_host", "pinned")}
+        found |= {name: nbytes for name, nbytes in extra.items() if nbytes is not None}
+        return {f"{prefix}{name}": nbytes for name, nbytes in found.items()}
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table("bytes", "device", "host")
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for kind in dict.fromkeys((*self.device, *self.host)):
+            table.add_row(kind, *(f"{where[kind]:,}" if kind in where else "" for where in (self.device, self.host)))
+        table.add_section()
+        table.add_row("in all", f"{sum(self.device.values()):,}", f"{sum(self.host.values()):,}")
+        for name, device, host in (
+            ("last step: on top", self.step_device, None),
+            ("last export: on top", self.export_device, self.export_host),
+        ):
+            table.add_row(name, *("" if nbytes is None else f"{nbytes:,}" for nbytes in (device, host)))
+        console = Console(file=StringIO(), width=100)
+        console.print(table)
+        return console.file.getvalue().rstrip()
+
+
+def report_of(
+    params: Iterable[Tensor],
+    states: Mapping[Any, Mapping[str, Any] | None],
+    grad_name: str = "grad",
+    *,
+    arenas: Mapping[str, int] | None = None,
+    exported: tuple[int | None, int | None] = (None, None),
+    **extra: int | None,
+) -> MemoryReport:
+    """Of parameters, their gradients and their state; `arenas` is state on the host that is not in `states`, `exported`
+    the device and host bytes of the last export, `extra` other fields of the report."""
+    held: dict[str, dict[str, int]] = {"cpu": {}, "device": {}}
+    seen: set[tuple[str, int, int]] = set()
+
+    def count(kind: str, tensor: Any) -> None:
+        if not isinstance(tensor, Tensor):
+            return
+        local = local_of(tensor.detach())
+        key = (kind, local.untyped_storage()._cdata, local.storage_offset())
+        if key not in seen:
+            seen.add(key)
+            where = held["cpu" if local.device.type == "cpu" else "device"]
+            where[kind] = where.get(kind, 0) + local.numel() * local.element_size()
+
+    for param in params:
+        count("weights", param)
+        count("grads", getattr(param, grad_name, None))
+        for name, value in (states.get(param) or {}).items():
+            count(name, value)
+    for kind, nbytes in (arenas or {}).items():
+        held["cpu"][kind] = held["cpu"].get(kind, 0) + nbytes
+    device, host = exported
+    return MemoryReport(held["device"], held["cpu"], export_device=device, export_host=host, **extra)
+
+
+def log_memory(
+    optimizer: torch.optim.Optimizer, log: Callable[[dict[str, int]], object], every: int = 1
+) -> RemovableHandle:
+    """Calls `log` with the scalars of the optimizer's memory report after every `every`-th step.
+
+    `log` is what a logger takes a dict of numbers with, such as ``wandb.log``. `remove()` of the handle ends it.
+    ValueError where `every` is no positive number.
+    """
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise ValueError(f"every: {every!r} is not a number of steps, 1 or more")
+    steps = 0
+
+    def after_step(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps % every == 0:
+            log(optimizer.memory_report().scalars())
+
+    return optimizer.register_step_post_hook(after_step)

@@ -1,0 +1,174 @@
+"""When each chunk of an offloaded step was loaded, updated and stored, by events of the device itself.
+
+    with Timeline(optimizer) as timeline:
+        optimizer.step()
+    timeline.save_png("step.png")
+
+The recorder stands between stream.py and the device and hands everything on; nothing is recorded outside of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from statestream.offload.optimizer import CPUOffloadOptimizer
+
+__all__ = ["Span", "Timeline"]
+
+LOAD, UPDATE, STORE = "load", "update", "store"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Seconds since the recording began. `nbytes` are those that were copied; 0 of an update."""
+
+    what: str
+    chunk: int
+    begin: float
+    end: float
+    nbytes: int
+
+
+class Timeline:
+    """Records the steps of a CPUOffloadOptimizer that are made inside its context; `spans` is there afterwards.
+
+    On a GPU the times are those of CUDA events on the three streams, on the CPU those of a clock, where nothing
+    overlaps. Recording costs two events a copy and a launch. Leaving the context waits for the last store.
+    """
+
+    def __init__(self, optimizer: CPUOffloadOptimizer):
+        units = getattr(optimizer, "units", None)
+        if units is None:
+            raise TypeError(f"a timeline is of a CPUOffloadOptimizer, not of {type(optimizer).__name__}")
+        self._units = units
+        self.spans: list[Span] = []
+
+    def __enter__(self) -> Timeline:
+        device = self._units.device
+        if isinstance(device, _Recorder):
+            raise RuntimeError("this optimizer's steps are being recorded already")
+        self._recorder = self._units.device = _Recorder(device, _clock_for(device))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._units.device is self._recorder:  # unless the model has moved to another
+            self._units.device = self._recorder.device
+        self._units.wait()
+        self.spans = self._recorder.spans()
+
+    def save_png(self, path: str | Path) -> None:
+        """Draws a row each for loads, updates and stores. ValueError where no step was streamed, OSError where `path`
+        cannot be written."""
+        if not self.spans:
+            raise ValueError("no streamed step was recorded: step the optimizer inside the timeline's context")
+        from statestream.offload.timeline_figure import draw  # loads matplotlib
+
+        draw(self.spans, Path(path))
+
+
+# ---- clocks ----
+
+
+class _WallClock:
+    """For a device that has done its work when a call returns."""
+
+    def mark(self, queue: Any) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class _CudaClock:
+    def mark(self, queue: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(queue)
+        return event
+
+    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+def _clock_for(device: Any) -> Any:
+    """A device may bring its own, as the tests' simulated ones do: `mark(queue)` and `seconds(begin, end)`."""
+    if hasattr(device, "clock"):
+        return device.clock
+    return _CudaClock() if device.torch_device.type == "cuda" else _WallClock()
+
+
+# ---- the recorder ----
+
+
+@dataclass
+class _Work:
+    begin: Any
+    end: Any
+    nbytes: int = 0
+
+
+class _Recorder:
+    """A device seam (device.py) that hands all on to another, and marks when each queue's work began and ended.
+
+    A chunk's loads are followed by an event on the load queue, and so on (stream.py): counting those numbers the
+    chunks. The compute queue has one event before the first chunk.
+    """
+
+    compute, load, store = UPDATE, LOAD, STORE
+
+    def __init__(self, device: Any, clock: Any):
+        self.device, self.clock = device, clock
+        self._events = {LOAD: 0, UPDATE: -1, STORE: 0}
+        self._work: dict[tuple[str, int], _Work] = {}
+        self._began = clock.mark(device.compute)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
+
+    def record(self, queue: str) -> Any:
+        event = self.device.record(self._real(queue))
+        self._events[queue] += 1
+        return event
+
+    def wait(self, queue: str, event: Any) -> None:
+        self.device.wait(self._real(queue), event)
+
+    def copy(self, queue: str, to: Any, to_offset: int, source: Any, offset: int, nbytes: int) -> None:
+        with self._marked(queue, nbytes):
+            self.device.copy(self._real(queue), to, to_offset, source, offset, nbytes)
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        with self._marked(UPDATE):
+            self.device.launch(function, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        with self._marked(UPDATE), self.device.computing():
+            yield
+
+    def _real(self, queue: str) -> Any:
+        return {LOAD: self.device.load, UPDATE: self.device.compute, STORE: self.device.store}[queue]
+
+    @contextlib.contextmanager
+    def _marked(self, queue: str, nbytes: int = 0) -> Iterator[None]:
+        begin = self.clock.mark(self._real(queue))
+        yield
+        end = self.clock.mark(self._real(queue))
+        work = self._work.setdefault((queue, max(self._events[queue], 0)), _Work(begin, end))
+        work.end = end
+        work.nbytes += nbytes
+
+    def spans(self) -> list[Span]:
+        since = self.clock.seconds
+        return [
+            Span(what, chunk, since(self._began, work.begin), since(self._began, work.end), work.nbytes)
+            for (what, chunk), work in self._work.items()
+        ]
