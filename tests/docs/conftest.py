@@ -1,0 +1,3 @@
+from helpers.command_line import command
+
+__all__ = ["command"]
