@@ -1,7 +1,7 @@
 """A device without memory that keeps time: what a step would take at given bandwidths.
 
-Copies take bytes over the link's rate, each way apart; kernels bytes over the memory's rate. An operation begins
-when its queue is free and its waits are over. Python's own time is not counted.
+Copies take bytes over the link's rate, each queue apart; kernels bytes over the memory's rate, of the device or of the
+host. An operation begins when its queue is free and its waits are over. Python's own time is not counted.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from dataclasses import dataclass
 
 from statestream.offload import stream
 from statestream.offload.arena import Bank
+from statestream.offload.host_stream import HostShare, Passage
 from statestream.offload.layout import Layout
-from statestream.offload.plan import GRAIN_ELEMENTS, Unit, make_plan
+from statestream.offload.plan import GRAIN_ELEMENTS, Piece, Unit, make_plan
+from statestream.offload.share import cut_at, device_units, host_chunks
 
 LINK = 55e9  # bytes a second, each way: PCIe 5.0 x16 as measured by others
 MEMORY = 4.0e12  # bytes a second of device memory
+HOST_MEMORY = 100e9  # bytes a second of host memory
 TRAFFIC = 2.5  # bytes that a kernel moves for each byte of state: state read and written, weight and gradient
 
 
@@ -26,13 +29,17 @@ class Clock:
     compute: float = 0.0
     load: float = 0.0
     store: float = 0.0
+    down: float = 0.0
+    up: float = 0.0
 
 
 class TimedDevice:
-    compute, load, store = "compute", "load", "store"
+    compute, load, store, down, up = "compute", "load", "store", "down", "up"
 
-    def __init__(self, link: float = LINK, memory: float = MEMORY):
-        self.rates = {"load": link, "store": link, "compute": memory / TRAFFIC}
+    def __init__(self, link: float = LINK, memory: float = MEMORY, host_memory: float = HOST_MEMORY):
+        copies = dict.fromkeys(("load", "store", "down", "up"), link)
+        self.rates = {**copies, "compute": memory / TRAFFIC, "host": host_memory / TRAFFIC}
+        self.worker_at = 0.0
         self.free_at, self.busy = Clock(), Clock()
         self.spans: list[tuple[str, float, float]] = []
         self.live = self.peak = 0
@@ -57,8 +64,21 @@ class TimedDevice:
     def launch(self, nbytes: int) -> None:
         self._work("compute", nbytes)
 
+    def start(self, flow) -> TimedDevice:
+        for event in flow:
+            self.worker_at = max(self.worker_at, event)
+        return self
+
+    def result(self) -> None:
+        pass
+
+    def update_on_host(self, nbytes: int) -> None:
+        self.worker_at += nbytes / self.rates["host"]
+
     def _work(self, queue: str, nbytes: int) -> None:
         seconds, begin = nbytes / self.rates[queue], getattr(self.free_at, queue)
+        if queue == "up":
+            begin = max(begin, self.worker_at)  # whoever queues it has just made what goes up
         self.spans.append((queue, begin, begin + seconds))
         setattr(self.free_at, queue, begin + seconds)
         setattr(self.busy, queue, getattr(self.busy, queue) + seconds)
@@ -84,6 +104,25 @@ class _Launches:
 
     def step(self, stage, ring):
         self.device.launch(stage.chunk.nbytes)
+
+
+class _HostLaunches:
+    """The host's side for BF16 weights and gradients under FP32 masters: 2 bytes an element down, and 2 up."""
+
+    def __init__(self, device: TimedDevice, units: Sequence[Unit]):
+        self.device, self.units = device, units
+
+    def down(self, chunk):
+        return [Passage(None, 0, 0, 2 * GRAIN_ELEMENTS * (p.last - p.first)) for p, _ in chunk]
+
+    up = down
+
+    def step(self, chunk, slot):
+        self.device.update_on_host(sum(_nbytes(self.units, piece) for piece, _ in chunk))
+
+
+def _nbytes(units: Sequence[Unit], piece: Piece) -> int:
+    return units[piece.unit].nbytes // units[piece.unit].grains * (piece.last - piece.first)
 
 
 @dataclass(frozen=True)
@@ -136,4 +175,35 @@ def time_step(
         chunks=len(plan.chunks),
         peak_bytes=device.peak,
         spans=device.spans,
+    )
+
+
+@dataclass(frozen=True)
+class SharedTiming:
+    """Bytes of state that each side updated, and seconds until it was done."""
+
+    device_bytes: int
+    device: float
+    host_bytes: int
+    host: float
+
+    @property
+    def total(self) -> float:
+        return max(self.device, self.host)
+
+
+def time_shared_step(units: Sequence[Unit], budget: int, fraction: float, **rates: float) -> SharedTiming:
+    """One step of which the host does `fraction`, through three slots of 4 MiB."""
+    cut = cut_at(units, fraction)
+    plan = make_plan(device_units(units, cut), budget)
+    layout = Layout(plan, units, [Bank(0, units, [_SizedArena(units, kind) for kind in range(len(units[0].sizes))])])
+    chunks = host_chunks(units, cut, [4 * GRAIN_ELEMENTS] * len(units), 4 << 20)
+    device = TimedDevice(**rates)
+    host = HostShare(device, [None] * 3, chunks, _HostLaunches(device, units)) if chunks else None
+    stream.run(device, plan.ring_bytes, layout.stages(), _Launches(device), host)
+    return SharedTiming(
+        sum(chunk.nbytes for chunk in plan.chunks),
+        device.free_at.store,
+        sum(_nbytes(units, piece) for chunk in chunks for piece, _ in chunk),
+        device.free_at.up,
     )
