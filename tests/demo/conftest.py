@@ -1,22 +1,16 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from statestream.cli import main
+from helpers.command_line import command
 from statestream.demo.checkpoint import Export
 from statestream.demo.footprint import Footprint
 from statestream.demo.run import Outcome
 from statestream.demo.settings import Settings
 
-
-@dataclass
-class Ran:
-    status: int
-    out: str
-    err: str
+__all__ = ["command"]
 
 
 @pytest.fixture(autouse=True)
@@ -26,19 +20,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def command(capsys):
-    """Runs `statestream` in this process with the given arguments."""
-
-    def run(*args: str | Path) -> Ran:
-        with pytest.raises(SystemExit) as stopped:
-            main([str(arg) for arg in args])
-        captured = capsys.readouterr()
-        return Ran(stopped.value.code, captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture
