@@ -63,8 +63,9 @@ STATESTREAM_HD AdamScalars<float> adam_scalars(const AdamOptions &o, float step,
 // sum to one, and over thousands of steps v would drift. Below 0.5 it starts from the other end:
 // m + (g - m) leaves of a small g after a large m nothing but rounding, and v == 0 under it.
 // kLongMemory promises that neither beta is below 0.5, for kernels where the choice would cost registers.
+// Returns the root of v, which is what formats with scales store of it.
 template <bool kLongMemory = false, class Number>
-STATESTREAM_HD void adam_update(Number &p, Number g, Number &m, Number &v, const AdamScalars<Number> &s) {
+STATESTREAM_HD Number adam_update(Number &p, Number g, Number &m, Number &v, const AdamScalars<Number> &s) {
   g = rn_mul(g, s.grad_factor);
   if (s.l2)
     g = rn_fma(s.weight_decay, p, g);
@@ -80,8 +81,10 @@ STATESTREAM_HD void adam_update(Number &p, Number g, Number &m, Number &v, const
   } else {
     v = rn_fma(s.pull2, rn_fms(g, g, v), v);
   }
-  const Number denominator = rn_fma(rn_sqrt(v), s.inv_sqrt_bc2, s.eps);
+  const Number root = rn_sqrt(v);
+  const Number denominator = rn_fma(root, s.inv_sqrt_bc2, s.eps);
   p = rn_fnma(s.step_size, rn_div(m, denominator), p);
+  return root;
 }
 
 }  // namespace statestream

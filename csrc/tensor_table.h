@@ -34,19 +34,46 @@ struct RowExtras {
 };
 static_assert(sizeof(RowExtras) == 96, "kernels.py writes twelve words a row");
 
-STATESTREAM_HD uint64_t global_index(const RowExtras &row, int64_t i) {
-  int64_t x = row.first + i, inner = 0, middle = 0;
+// Those coordinates. Unsigned: it divides in fewer registers, and whatever strides are given, nothing overflows.
+struct Coordinates {
+  uint64_t outer, middle, inner;
+};
+
+STATESTREAM_HD Coordinates coordinates(const RowExtras &row, int64_t i) {
+  Coordinates c{(uint64_t)row.first + (uint64_t)i, 0, 0};
   if (row.size1 != 1) {
-    inner = x % row.size1;
-    x /= row.size1;
+    c.inner = c.outer % (uint64_t)row.size1;
+    c.outer /= (uint64_t)row.size1;
   }
   if (row.size0 != 1) {
-    middle = x % row.size0;
-    x /= row.size0;
+    c.middle = c.outer % (uint64_t)row.size0;
+    c.outer /= (uint64_t)row.size0;
   }
-  // Unsigned: whatever strides are given, nothing overflows.
-  return (uint64_t)row.offset + (uint64_t)x * (uint64_t)row.stride0 + (uint64_t)middle * (uint64_t)row.stride1 +
-         (uint64_t)inner * (uint64_t)row.stride2;
+  return c;
+}
+
+// Those of the next element.
+STATESTREAM_HD void advance(const RowExtras &row, Coordinates *c) {
+  if (++c->inner != (uint64_t)row.size1) return;
+  c->inner = 0;
+  if (++c->middle != (uint64_t)row.size0) return;
+  c->middle = 0;
+  ++c->outer;
+}
+
+STATESTREAM_HD uint64_t global_index(const RowExtras &row, const Coordinates &c) {
+  return (uint64_t)row.offset + c.outer * (uint64_t)row.stride0 + c.middle * (uint64_t)row.stride1 +
+         c.inner * (uint64_t)row.stride2;
+}
+
+STATESTREAM_HD uint64_t global_index(const RowExtras &row, int64_t i) { return global_index(row, coordinates(row, i)); }
+
+// How many elements from these coordinates on, of n, follow each other in the whole tensor too.
+STATESTREAM_HD int64_t run_length(const RowExtras &row, const Coordinates &c, int64_t n) {
+  const bool inner = row.size1 != 1, middle = !inner && row.size0 != 1;
+  const int64_t left = inner ? row.size1 - (int64_t)c.inner : middle ? row.size0 - (int64_t)c.middle : n;
+  const int64_t stride = inner ? row.stride2 : middle ? row.stride1 : row.stride0;
+  return stride != 1 ? 1 : left < n ? left : n;
 }
 
 // The formats of every row of one call.
@@ -77,6 +104,19 @@ STATESTREAM_HD bool takes_stochastic(const TableFormats &f, int32_t flags) {
          (!(flags >> kParamBits & 1) || (f.param == kBFloat16 && f.master == kNone));
 }
 
+// Scales, indices and randomness of a call's rows, where it needs them.
+struct CallExtras {
+  const RowExtras *rows = nullptr;
+  uint64_t seed = 0;
+  int32_t stochastic = 0;  // flags of StochasticTensor
+};
+
+// The flags, and that of a second moment with scales: it changes by far less than half a unit of such a format a
+// step, and to nearest it would stay.
+STATESTREAM_HD int32_t random_flags(const TableFormats &f, int32_t stochastic) {
+  return stochastic | (int32_t)is_scaled(f.exp_avg_sq) << kExpAvgSqBits;
+}
+
 // Whether a row needs RowExtras.
 STATESTREAM_HD bool needs_extras(const TableFormats &f, int32_t stochastic) {
   return stochastic || is_scaled(f.exp_avg) || is_scaled(f.exp_avg_sq) || is_scaled(f.master);
@@ -91,11 +131,11 @@ STATESTREAM_HD int64_t chunks_of(int64_t numel, int64_t chunk_elements) {
 
 // Which of n rows holds a chunk: first_chunk[i] is the number of chunks before row i, increasing.
 // Rows without elements have no chunk and are never returned.
-template <class Index>
-STATESTREAM_HD int64_t row_of_chunk(const Index *first_chunk, int64_t n, int64_t chunk) {
-  int64_t low = 0, high = n - 1;
+template <class FirstChunk, class Count>
+STATESTREAM_HD Count row_of_chunk(const FirstChunk &first_chunk, Count n, int64_t chunk) {
+  Count low = 0, high = n - 1;
   while (low < high) {
-    const int64_t middle = low + (high - low + 1) / 2;
+    const Count middle = low + (high - low + 1) / 2;
     if ((int64_t)first_chunk[middle] <= chunk)
       low = middle;
     else

@@ -7,13 +7,6 @@ namespace statestream {
 // Adds one to each row's step counter, rows without elements included.
 void advance_steps(const TensorRow *rows, int64_t n);
 
-// Scales, indices and randomness of a call's rows, where it needs them (tensor_table.h).
-struct CallExtras {
-  const RowExtras *rows = nullptr;
-  uint64_t seed = 0;
-  int32_t stochastic = 0;  // flags of StochasticTensor
-};
-
 // Updates every row by its step counter as it stands.
 void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
           double grad_scale, int threads, const CallExtras &extras = {});

@@ -95,7 +95,9 @@ struct BFloat16Weight {
 };
 
 struct Float16Weight {
-  STATESTREAM_INLINE static float load(uint16_t w) { return statestream::float16_load(w); }
+  STATESTREAM_INLINE static float load(uint16_t w) {
+    return statestream::float_of(statestream::float32_store_bits(statestream::float16_load(w)));
+  }
   STATESTREAM_INLINE static uint16_t store(float x) { return statestream::float16_store_bits(x); }
 };
 

@@ -121,8 +121,7 @@ struct GenericKernel {
     const TableFormats &f = call.formats;
     const AdamScalars<Vector> s = splat_scalars(scalars);
     const float step = *(const float *)row.step;
-    // A second moment changes by far less than half a unit of a scaled format a step: to nearest, it would stay.
-    const int32_t flags = call.stochastic | (statestream::is_scaled(f.exp_avg_sq) << statestream::kExpAvgSqBits);
+    const int32_t flags = statestream::random_flags(f, call.stochastic);
     uint16_t drawn[3][kBlock] = {};
     const uint16_t *random[3] = {};
     for (int64_t i = begin; i < end; i += kBlock) {

@@ -41,24 +41,11 @@ void random_run(const RandomKey &key, uint64_t global, int64_t n, uint16_t *out)
   }
 }
 
-// How many elements from number i of the row on have global indices that follow each other.
-int64_t run_length(const RowExtras &row, int64_t i, int64_t n) {
-  const int64_t x = row.first + i;
-  int64_t stride = row.stride0, left = n;
-  if (row.size1 != 1) {
-    stride = row.stride2;
-    left = row.size1 - x % row.size1;
-  } else if (row.size0 != 1) {
-    stride = row.stride1;
-    left = row.size0 - x % row.size0;
-  }
-  return stride != 1 ? 1 : left < n ? left : n;
-}
-
 void random_block(const RowExtras &row, const RandomKey &key, int64_t i, int64_t n, uint16_t *out) {
   while (n > 0) {
-    const int64_t run = run_length(row, i, n);
-    random_run(key, statestream::global_index(row, i), run, out);
+    const statestream::Coordinates place = statestream::coordinates(row, i);
+    const int64_t run = statestream::run_length(row, place, n);
+    random_run(key, statestream::global_index(row, place), run, out);
     i += run;
     out += run;
     n -= run;

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "adam_kernel.cuh"
+#include "generic.h"
 #include "launch.h"
 
 namespace statestream {
@@ -139,36 +140,23 @@ class Batch {
   std::vector<float> steps_;  // whose scalars the parameters hold
 };
 
+bool is_generic(const TableFormats &formats, const CallExtras &extras) {
+  return extras.stochastic || !choose_adam(formats);
+}
+
+const RowExtras *extras_of(const CallExtras &extras, int64_t i) { return extras.rows ? extras.rows + i : nullptr; }
+
+void advance_in_host_memory(const TensorRow *rows, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) *(float *)rows[i].step += 1.0f;
+}
+
 void launch_steps(StepParameters &a, const Place &place) {
   launch(step_kernel, chunks_of(a.steps, kThreads), kThreads, a, place);
 }
 
-}  // namespace
-
-cudaError_t image_error() {
-  cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, step_kernel);
-}
-
-bool has_adam(const TableFormats &formats) { return choose_adam(formats) != nullptr; }
-
-void adam(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options, double grad_scale,
-          bool advance, const Place &place) {
-  const OnDevice on_device(place.device);
-  Batch batch(formats, options, 0, place);
-  if (advance)
-    for (int64_t i = 0; i < n; ++i) *(float *)rows[i].step += 1.0f;
-  for (int64_t i = 0; i < n; ++i)
-    if (rows[i].numel) batch.add(rows[i], *(const float *)rows[i].step, grad_scale);
-  batch.flush();
-}
-
-void adam_capturable(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
-                     double grad_scale, bool advance, const DeviceScalars &device, const Place &place) {
-  const OnDevice on_device(place.device);
-  Batch batch(formats, options, device.found_inf, place);
-  auto *scalars = (AdamScalars<float> *)device.scratch;
-
+// Advances the counters on the device and forms the scalars of each row at device.scratch.
+void form_scalars(const TensorRow *rows, int64_t n, const AdamOptions &options, double grad_scale, bool advance,
+                  const DeviceScalars &device, const Place &place) {
   std::unique_ptr<StepParameters> a(new StepParameters);
   a->options = options;
   a->grad_scale = grad_scale;
@@ -178,10 +166,50 @@ void adam_capturable(const TableFormats &formats, const TensorRow *rows, int64_t
   a->advance = advance;
   for (int64_t i = 0; i < n; i += kMaxSteps) {
     a->steps = (int32_t)std::min<int64_t>(kMaxSteps, n - i);
-    a->scalars = scalars + i;
+    a->scalars = (AdamScalars<float> *)device.scratch + i;
     for (int32_t k = 0; k < a->steps; ++k) a->step[k] = rows[i + k].step;
     launch_steps(*a, place);
   }
+}
+
+}  // namespace
+
+cudaError_t image_error() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, step_kernel);
+}
+
+void adam(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options, double grad_scale,
+          bool advance, const Place &place, const CallExtras &extras) {
+  const OnDevice on_device(place.device);
+  if (is_generic(formats, extras)) {
+    GenericBatch batch(formats, options, 0, extras, place);
+    if (advance) advance_in_host_memory(rows, n);
+    for (int64_t i = 0; i < n; ++i)
+      if (rows[i].numel) batch.add(rows[i], extras_of(extras, i), *(const float *)rows[i].step, grad_scale);
+    return batch.flush();
+  }
+  Batch batch(formats, options, 0, place);
+  if (advance) advance_in_host_memory(rows, n);
+  for (int64_t i = 0; i < n; ++i)
+    if (rows[i].numel) batch.add(rows[i], *(const float *)rows[i].step, grad_scale);
+  batch.flush();
+}
+
+void adam_capturable(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
+                     double grad_scale, bool advance, const DeviceScalars &device, const Place &place,
+                     const CallExtras &extras) {
+  const OnDevice on_device(place.device);
+  const auto *scalars = (const AdamScalars<float> *)device.scratch;
+  if (is_generic(formats, extras)) {
+    GenericBatch batch(formats, options, device.found_inf, extras, place);
+    form_scalars(rows, n, options, grad_scale, advance, device, place);
+    for (int64_t i = 0; i < n; ++i)
+      if (rows[i].numel) batch.add(rows[i], extras_of(extras, i), scalars + i);
+    return batch.flush();
+  }
+  Batch batch(formats, options, device.found_inf, place);
+  form_scalars(rows, n, options, grad_scale, advance, device, place);
   for (int64_t i = 0; i < n; ++i)
     if (rows[i].numel) batch.add(rows[i], scalars + i);
   batch.flush();

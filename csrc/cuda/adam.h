@@ -23,24 +23,30 @@ struct DeviceScalars {
 };
 constexpr int64_t kScratchBytes = sizeof(AdamScalars<float>);
 
-bool has_adam(const TableFormats &formats);
-
-// Updates every row. Step counters are float32 in host memory; `advance` adds one to each first.
+// Updates every row; takes whatever has_kernel(). Step counters are float32 in host memory; `advance` adds one to
+// each first.
 void adam(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options, double grad_scale,
-          bool advance, const Place &place);
+          bool advance, const Place &place, const CallExtras &extras = {});
 
 // The same with step counters on the device: no value is read by the host, so that a CUDA graph can
 // hold the call. Rows that share a counter cannot advance it.
 void adam_capturable(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
-                     double grad_scale, bool advance, const DeviceScalars &scalars, const Place &place);
+                     double grad_scale, bool advance, const DeviceScalars &scalars, const Place &place,
+                     const CallExtras &extras = {});
 
 // Adds one to each float32 counter on the device, unless found_inf.
 void advance_steps(const uint64_t *counters, int64_t n, uint64_t found_inf, const Place &place);
 
-bool has_format(int32_t format);
-void decode(int32_t format, const void *from, float *to, int64_t n, const Place &place);
-void encode(int32_t format, const float *from, void *to, int64_t n, const Place &place);
-void refresh_master(const uint16_t *weight, float *master, int64_t n, const Place &place);
+// A state that can be read and written as FP32; `root`: it holds square roots, as only formats with scales do.
+bool has_format(int32_t format, bool root);
+// `scale`, of a format that has scales, is that of the first element, which starts a block.
+void decode(int32_t format, const void *from, float *to, int64_t n, const Place &place, uint64_t scale = 0,
+            bool root = false);
+void encode(int32_t format, const float *from, void *to, int64_t n, const Place &place, uint64_t scale = 0,
+            bool root = false);
+bool has_master(int32_t param_format, int32_t master_format);
+void refresh_master(const void *weight, void *master, int64_t n, const Place &place, int32_t param_format = kBFloat16,
+                    int32_t master_format = kFloat32, uint64_t scale = 0);
 
 // Why the kernels cannot run on a device, as the end of a sentence; empty where they can.
 std::string why_not(int device);

@@ -1,4 +1,5 @@
 // Slices of state to FP32 and back, for export and load; masters from changed weights.
+#include "generic.h"
 #include "launch.h"
 #include "vectors.cuh"
 
@@ -80,30 +81,40 @@ void convert(const void *from, void *to, int64_t n, const Place &place) {
   launch(kernel, std::min(wanted, resident_blocks(kernel, kThreads)), kThreads, a, place);
 }
 
-[[noreturn]] void no_kernel() { throw std::invalid_argument("no CUDA kernel for these formats"); }
-
 }  // namespace
 
-bool has_format(int32_t format) { return format == kFloat32 || format == kBFloat16; }
+bool has_format(int32_t format, bool root) {
+  return is_scaled(format) || (!root && (format == kFloat32 || format == kBFloat16));
+}
 
-void decode(int32_t format, const void *from, float *to, int64_t n, const Place &place) {
+void decode(int32_t format, const void *from, float *to, int64_t n, const Place &place, uint64_t scale, bool root) {
   switch (format) {
     case kFloat32: return convert<Convert<Float32, Float32>>(from, to, n, place);
     case kBFloat16: return convert<Convert<BFloat16, Float32>>(from, to, n, place);
-    default: no_kernel();
+    default:
+      generic_convert({(uint64_t)from, (uint64_t)to, scale, GenericConversion::kDecode, format, kNone, root}, n, place);
   }
 }
 
-void encode(int32_t format, const float *from, void *to, int64_t n, const Place &place) {
+void encode(int32_t format, const float *from, void *to, int64_t n, const Place &place, uint64_t scale, bool root) {
   switch (format) {
     case kFloat32: return convert<Convert<Float32, Float32>>(from, to, n, place);
     case kBFloat16: return convert<Convert<Float32, BFloat16>>(from, to, n, place);
-    default: no_kernel();
+    default:
+      generic_convert({(uint64_t)from, (uint64_t)to, scale, GenericConversion::kEncode, format, kNone, root}, n, place);
   }
 }
 
-void refresh_master(const uint16_t *weight, float *master, int64_t n, const Place &place) {
-  convert<Refresh>(weight, master, n, place);
+bool has_master(int32_t param_format, int32_t master_format) {
+  return (param_format == kBFloat16 || param_format == kFloat16) &&
+         (master_format == kFloat32 || master_format == kScaledFloat16);
+}
+
+void refresh_master(const void *weight, void *master, int64_t n, const Place &place, int32_t param_format,
+                    int32_t master_format, uint64_t scale) {
+  if (param_format == kBFloat16 && master_format == kFloat32) return convert<Refresh>(weight, master, n, place);
+  const auto from = (uint64_t)weight, to = (uint64_t)master;
+  generic_convert({from, to, scale, GenericConversion::kRefresh, master_format, param_format, 0}, n, place);
 }
 
 }  // namespace statestream

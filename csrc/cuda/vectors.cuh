@@ -11,7 +11,7 @@ namespace statestream {
 constexpr int kVector = 8;  // elements of a thread's accesses: 128 bits of BF16
 
 // Streaming accesses: each byte of state is used once a step and would only push others out of L2.
-STATESTREAM_DEVICE void load_words(const void *from, uint32_t (&w)[4]) {
+STATESTREAM_DEVICE void load_words(const void *from, uint32_t *w) {
   const uint4 a = __ldcs(static_cast<const uint4 *>(from));
   w[0] = a.x;
   w[1] = a.y;
@@ -20,6 +20,14 @@ STATESTREAM_DEVICE void load_words(const void *from, uint32_t (&w)[4]) {
 }
 STATESTREAM_DEVICE void store_words(void *to, const uint32_t *w) {
   __stcs(static_cast<uint4 *>(to), make_uint4(w[0], w[1], w[2], w[3]));
+}
+STATESTREAM_DEVICE void load_two_words(const void *from, uint32_t *w) {
+  const uint2 a = __ldcs(static_cast<const uint2 *>(from));
+  w[0] = a.x;
+  w[1] = a.y;
+}
+STATESTREAM_DEVICE void store_two_words(void *to, const uint32_t *w) {
+  __stcs(static_cast<uint2 *>(to), make_uint2(w[0], w[1]));
 }
 
 #if defined(__CUDACC__)

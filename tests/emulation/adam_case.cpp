@@ -16,6 +16,12 @@ std::vector<int64_t> lengths_of(const std::string &name, Random &random) {
   if (name == "short") {
     for (int64_t n = 0; n <= 130; ++n) lengths.push_back(n);
     for (int64_t i = 0; i < 40; ++i) lengths.insert(lengths.begin() + i * 3, 0);
+  } else if (name == "blocks") {
+    for (int64_t n : {1, 2, 3, 5})
+      for (int64_t d : {-9, -8, -1, 0, 1, 7, 8, 130}) lengths.push_back(n * kScaleBlock + d);
+  } else if (name == "pieces") {
+    for (int64_t n : {kPiece, 2 * kPiece})
+      for (int64_t d : {-9, -1, 0, 1, 8}) lengths.push_back(n + d);
   } else if (name == "chunk") {
     for (int64_t n : {kPiece, 2 * kPiece, kChunkElements})
       for (int64_t d : {-9, -8, -1, 0, 1, 7, 8, 9}) lengths.push_back(n + d);
@@ -41,7 +47,18 @@ constexpr Kind kKinds[] = {
     {Role::kExpAvgSq, &TableFormats::exp_avg_sq, &TensorRow::exp_avg_sq},
     {Role::kMaster, &TableFormats::master, &TensorRow::master},
 };
-constexpr const char *kNames[] = {"param", "grad", "exp_avg", "exp_avg_sq", "master"};
+struct ScaleKind {
+  int32_t TableFormats::*format;
+  uint64_t RowExtras::*address;
+};
+constexpr ScaleKind kScales[] = {
+    {&TableFormats::exp_avg, &RowExtras::exp_avg_scale},
+    {&TableFormats::exp_avg_sq, &RowExtras::exp_avg_sq_scale},
+    {&TableFormats::master, &RowExtras::master_scale},
+};
+constexpr const char *kNames[] = {"param", "grad",          "exp_avg",          "exp_avg_sq",  "master",
+                                  "step",  "exp_avg_scale", "exp_avg_sq_scale", "master_scale"};
+constexpr size_t kStreams = 9;
 
 // Elements between a 64-byte boundary and a tensor's first.
 int64_t offset_of(const std::string &name, int64_t tensor, int kind, Random &random) {
@@ -52,9 +69,51 @@ int64_t offset_of(const std::string &name, int64_t tensor, int kind, Random &ran
   throw std::invalid_argument("offsets: " + name);
 }
 
+// The map of tensor i: sizes of levels, strides and an offset.
+RowExtras map_of(const std::string &name, int64_t i, bool scaled) {
+  RowExtras e{};
+  e.ordinal = (int64_t)(i * 2654435761u % UINT32_MAX);
+  e.size0 = e.size1 = e.stride0 = 1;
+  if (name == "whole") return e;
+  e.first = i % 5 * (scaled ? kScaleBlock : 77);
+  e.offset = i % 3 * ((int64_t{1} << 34) + 1001);
+  if (name == "offset") {
+    e.offset += i % 8;
+  } else if (name == "columns") {
+    e.size1 = 5 + i % 40;
+    e.stride0 = 64;
+    e.stride2 = 1;
+  } else if (name == "middle") {
+    e.size0 = 24;
+    e.stride0 = 100;
+    e.stride1 = 1;
+  } else if (name == "experts") {
+    e.size0 = 3;
+    e.size1 = 8 + i % 9;
+    e.stride0 = 4096;
+    e.stride1 = 40;
+    e.stride2 = 1;
+  } else if (name == "transposed") {
+    e.size1 = 4;
+    e.stride2 = 64;
+  } else {
+    throw std::invalid_argument("map: " + name);
+  }
+  return e;
+}
+
+// Of the flags, those that the formats take.
+int32_t flags_of(const TableFormats &f, int32_t flags) {
+  int32_t taken = 0;
+  for (int32_t flag : {1, 2, 4})
+    if (flags & flag && takes_stochastic(f, flag)) taken |= flag;
+  return taken;
+}
+
 struct Tensors {
   std::vector<TensorRow> rows;
-  std::vector<Guarded> memory;  // five a row, then its step
+  std::vector<RowExtras> extras;
+  std::vector<Guarded> memory;  // kStreams a row
 };
 
 Tensors make(const AdamCase &c) {
@@ -77,7 +136,17 @@ Tensors make(const AdamCase &c) {
     const float step = c.steps == "same" ? 3.0f : (float)(i * 7 % 250);
     memcpy(t.memory.back().data(), &step, 4);
     row.step = t.memory.back().address();
+    RowExtras extras = map_of(c.map, (int64_t)i, needs_extras(c.formats, 0));
+    for (const ScaleKind &kind : kScales) {
+      const int32_t format = c.formats.*kind.format;
+      const int64_t scales = is_scaled(format) ? scale_blocks(row.numel) : 0;
+      t.memory.emplace_back(4 * scales, (int64_t)(i % 3) * 4);
+      if (!is_scaled(format)) continue;
+      fill_scales(t.memory.back().data(), scales, format, c.values, random);
+      extras.*kind.address = t.memory.back().address();
+    }
     t.rows.push_back(row);
+    t.extras.push_back(extras);
   }
   return t;
 }
@@ -85,9 +154,9 @@ Tensors make(const AdamCase &c) {
 std::string differences(const Tensors &got, const Tensors &want) {
   for (size_t i = 0; i < got.memory.size(); ++i) {
     const Guarded &a = got.memory[i], &b = want.memory[i];
-    const size_t row = i / 6, kind = i % 6;
-    const std::string where = "row " + std::to_string(row) + " of " + std::to_string(got.rows[row].numel) + ", " +
-                              (kind == 5 ? "step" : kNames[kind]);
+    const size_t row = i / kStreams;
+    const std::string where =
+        "row " + std::to_string(row) + " of " + std::to_string(got.rows[row].numel) + ", " + kNames[i % kStreams];
     if (!a.untouched_before()) return where + ": bytes before it were written";
     for (size_t k = 0; k < a.bytes(); ++k)
       if (a.data()[k] != b.data()[k]) return where + ": byte " + std::to_string(k) + " differs";
@@ -103,6 +172,11 @@ std::string run(const AdamCase &c) {
   const double beta1 = c.betas == "first" ? 0.25 : 0.9, beta2 = c.betas == "second" ? 0.0 : 0.999;
   AdamOptions options{1e-3, beta1, beta2, 1e-8, 0.01, !c.l2, c.bias_correction, c.maximize};
   double grad_scale = c.grad_scale;
+  const int32_t flags = flags_of(c.formats, c.stochastic);
+  const bool more = needs_extras(c.formats, flags);
+  const auto extras = [&](const Tensors &t) {
+    return CallExtras{more ? t.extras.data() : nullptr, c.seed * 0x9e3779b97f4a7c15u, flags};
+  };
 
   if (c.capturable) {
     // Scalars that are exact in float32, so that the reference can have them as options.
@@ -116,19 +190,19 @@ std::string run(const AdamCase &c) {
       scalars.lr = lr.address();
       scalars.grad_scale = factor.address();
     }
-    adam_capturable(c.formats, got.rows.data(), n, options, grad_scale, c.advance, scalars, {0, nullptr});
+    adam_capturable(c.formats, got.rows.data(), n, options, grad_scale, c.advance, scalars, {0, nullptr}, extras(got));
     if (c.scalars_on_device) {
       options.lr = values[0];
       grad_scale *= values[1];
     }
   } else {
-    adam(c.formats, got.rows.data(), n, options, grad_scale, c.advance, {0, nullptr});
+    adam(c.formats, got.rows.data(), n, options, grad_scale, c.advance, {0, nullptr}, extras(got));
   }
 
   if (!(c.capturable && c.skip)) {
     if (c.advance)
       for (const TensorRow &row : want.rows) *(float *)row.step += 1.0f;
-    adam(kPortableForm, c.formats, want.rows.data(), n, options, grad_scale, 1);
+    adam(kPortableForm, c.formats, want.rows.data(), n, options, grad_scale, 1, extras(want));
   }
   return differences(got, want);
 }

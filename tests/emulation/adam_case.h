@@ -9,7 +9,7 @@
 
 struct AdamCase {
   statestream::TableFormats formats;
-  std::string lengths = "short";    // short, chunk, many
+  std::string lengths = "short";    // short, blocks, pieces, chunk, many
   std::string offsets = "aligned";  // aligned, together, varied, apart
   std::string steps = "same";       // same, different
   Values values = Values::kOrdinary;
@@ -18,6 +18,8 @@ struct AdamCase {
   bool capturable = false, advance = true;
   bool scalars_on_device = false, skip = false;  // capturable only: lr and grad_scale; found_inf of 1
   double grad_scale = 1;
+  std::string map = "whole";  // or offset, columns, middle, experts, transposed: where its elements are in the whole
+  int32_t stochastic = 0;     // flags; those that the formats do not take are left out
   uint64_t seed = 1;
 };
 

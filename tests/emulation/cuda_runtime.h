@@ -4,7 +4,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <algorithm>
 #include <numeric>
+#include <stdexcept>
 
 #include "warps.h"
 
@@ -25,6 +27,10 @@ inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 struct __attribute__((may_alias, aligned(16))) uint4 {
   uint32_t x, y, z, w;
 };
+struct __attribute__((may_alias, aligned(8))) uint2 {
+  uint32_t x, y;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
 namespace emulation {
@@ -52,6 +58,8 @@ inline uint4 __ldcs(const uint4 *from) {
   ++emulation::counters.wide_loads;
   return *from;
 }
+inline uint2 __ldcs(const uint2 *from) { return *from; }
+inline void __stcs(uint2 *to, uint2 value) { *to = value; }
 inline void __stcs(uint4 *to, uint4 value) {
   ++emulation::counters.wide_stores;
   *to = value;
@@ -215,11 +223,26 @@ void run_blocks(const Kernel &kernel) {
 
 }  // namespace emulation
 
-inline unsigned __reduce_max_sync(unsigned mask, unsigned value, int place = __builtin_LINE()) {
+namespace emulation {
+inline LaneValues meet(unsigned mask, uint32_t value, int place) {
   const dim3 own = threadIdx;  // other threads run meanwhile
-  const uint32_t largest = emulation::reduce_max(mask, value, place);
+  const LaneValues seen = exchange(mask, value, place);
   threadIdx = own;
-  return largest;
+  return seen;
+}
+}  // namespace emulation
+
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value, int place = __builtin_LINE()) {
+  const auto seen = emulation::meet(mask, value, place);
+  return *std::max_element(seen.begin(), seen.end());
+}
+inline float __shfl_sync(unsigned mask, float value, int lane, int place = __builtin_LINE()) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  const auto seen = emulation::meet(mask, bits, place);
+  if (!(mask >> lane & 1)) throw std::logic_error("a value of a lane that the mask does not name");
+  memcpy(&value, &seen[lane], 4);
+  return value;
 }
 
 template <class Parameters>

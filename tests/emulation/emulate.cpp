@@ -69,15 +69,18 @@ std::string run_adam(const Words &words) {
   c.skip = number(words, "skip", 0);
   c.grad_scale = (double)number(words, "grad_scale", 1);
   c.seed = (uint64_t)number(words, "seed", 1);
+  c.map = word(words, "map", c.map);
+  c.stochastic = (int32_t)number(words, "stochastic", 0);
   return run(c);
 }
 
 std::string run_one(const std::string &kind, const Words &words) {
   if (kind == "adam") return run_adam(words);
   if (kind == "convert")
-    return run_convert({word(words, "what", ""), (int32_t)number(words, "format", 0), number(words, "from_offset", 0),
-                        number(words, "to_offset", 0), values_from(word(words, "values", "ordinary")),
-                        (uint64_t)number(words, "seed", 1)});
+    return run_convert({word(words, "what", ""), (int32_t)number(words, "format", 0),
+                        (int32_t)number(words, "param_format", kBFloat16), number(words, "root", 0) != 0,
+                        number(words, "from_offset", 0), number(words, "to_offset", 0),
+                        values_from(word(words, "values", "ordinary")), (uint64_t)number(words, "seed", 1)});
   if (kind == "huge") return run_huge(number(words, "elements", 0));
   if (kind == "warps") return run_warps(word(words, "kernel", ""));
   if (kind == "why_not") return why_not((int)number(words, "device", 0));

@@ -12,12 +12,21 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-NAMES = {"0": "none", "1": "f32", "2": "bf16", "3": "remainders"}
+NAMES = {"0": "none", "1": "f32", "2": "bf16", "3": "remainders", "4": "f16", "5": "scaled16", "6": "scaled8"}
 FORMATS = [
     ",".join(["1" if weight == "1" else "2", *rest, "0" if weight in "1" else weight.strip("p")])
     for weight, *rest in product(["1", "0p", "1p", "3p"], "12", "12", "12")
 ]
-"""Format codes of param, grad, exp_avg, exp_avg_sq and master: every combination that has a kernel."""
+"""Format codes of param, grad, exp_avg, exp_avg_sq and master: every combination that has a kernel of its own."""
+
+WEIGHTS = ["1,0", "2,0", "2,1", "2,3", "2,5", "4,0", "4,1", "4,5"]
+"""Codes of param and master."""
+GENERIC = [
+    formats
+    for weight, *rest in product(WEIGHTS, "124", "1256", "1256")
+    if (formats := ",".join([weight[0], *rest, weight[2]])) not in FORMATS
+]
+"""The combinations that the generic kernel serves."""
 
 MODES = {
     "host": "",
@@ -78,10 +87,64 @@ def test_adam_has_the_cpu_kernels_bits_in_every_combination(formats):
     assert [o for o in run(cases) if o.difference != "ok"] == []
 
 
-@pytest.mark.parametrize(
-    "what, format", [("decode", 1), ("decode", 2), ("encode", 1), ("encode", 2), ("refresh_master", 1)]
+GENERIC_SHAPE = {**SHAPE, "lengths": ["short", "blocks", "pieces", "many"]}
+GENERIC_SETTINGS = {
+    **SETTINGS,
+    "map": ["whole", "offset", "columns", "middle", "experts", "transposed"],
+    "stochastic": [str(flags) for flags in range(8)],
+}
+GENERIC_PAIRS = all_pairs(
+    {"weight": WEIGHTS, "grad": "124", "exp_avg": "1256", "exp_avg_sq": "1256", **GENERIC_SHAPE, **GENERIC_SETTINGS},
+    seed=4,
 )
-def test_conversions_have_the_cpu_kernels_bits(what, format):
+
+
+def generic_line(case: dict[str, str], seed: int) -> str:
+    case = dict(case)
+    weight, *rest = (case.pop(name) for name in ("weight", "grad", "exp_avg", "exp_avg_sq"))
+    return line({"formats": ",".join([weight[0], *rest, weight[2]]), **case}, seed)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_the_generic_kernel_has_the_cpu_kernels_bits(mode):
+    """Every pair of formats, of shapes, of settings."""
+    cases = [generic_line(case, seed) for seed, case in enumerate(GENERIC_PAIRS) if case["mode"] == mode]
+    assert [o for o in run(cases) if o.difference != "ok"] == []
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_the_generic_kernel_serves_every_combination(weight):
+    others = all_pairs({k: v for k, v in {**GENERIC_SHAPE, **GENERIC_SETTINGS}.items() if k != "lengths"}, seed=5)
+    cases = [
+        line({"formats": formats, "lengths": "blocks", **others[i % len(others)]}, seed=i)
+        for i, formats in enumerate(GENERIC)
+        if f"{formats[0]},{formats[-1]}" == weight
+    ]
+    assert [o for o in run(cases) if o.difference != "ok"] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_the_generic_kernel_serves_every_combination_in_every_shape(weight):
+    others = all_pairs(GENERIC_SETTINGS, seed=6)
+    chosen = [f for f in [*FORMATS, *GENERIC] if f"{f[0]},{f[-1]}" == weight]
+    cases = [
+        line({"formats": formats, **dict(zip(GENERIC_SHAPE, shape, strict=True)), **others[i % len(others)]}, seed=i)
+        for i, (formats, shape) in enumerate(product(chosen, product(*GENERIC_SHAPE.values())))
+    ]
+    assert [o for o in run(cases) if o.difference != "ok"] == []
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *(f"{what} format={code}" for what in ("decode", "encode") for code in (1, 2, 5, 6)),
+        *(f"{what} format={code} root=1" for what in ("decode", "encode") for code in (5, 6)),
+        *(f"refresh_master param_format={param} format={master}" for param in (2, 4) for master in (1, 5)),
+    ],
+)
+def test_conversions_have_the_cpu_kernels_bits(what):
     factors = {
         "from_offset": [str(i) for i in range(9)],
         "to_offset": [str(i) for i in range(9)],
@@ -90,7 +153,7 @@ def test_conversions_have_the_cpu_kernels_bits(what, format):
         "multiprocessors": ["1", "1000"],
     }
     cases = [
-        " ".join([f"convert what={what} format={format} seed={seed}", *(f"{k}={v}" for k, v in case.items())])
+        " ".join([f"convert what={what} seed={seed}", *(f"{k}={v}" for k, v in case.items())])
         for seed, case in enumerate(all_pairs(factors, seed=3))
     ]
     assert [o for o in run(cases) if o.difference != "ok"] == []

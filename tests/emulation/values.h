@@ -3,7 +3,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "../../csrc/number_formats.h"
+#include "../../csrc/scaled_formats.h"
 
 class Random {
  public:
@@ -33,6 +33,26 @@ inline float ordinary(Role role, Random &random) {
   }
 }
 
+// A number in 8 or 16 bits, other than BF16, is a payload: `x` under the scale that fill_scales gives its kind.
+inline uint32_t payload_of(int32_t format, float x) {
+  using namespace statestream;
+  if (format == kFloat16) return float16_store_bits(x);
+  if (format == kScaledFloat16) return payload_store<Float16Payload, false>(x, 1024.0f, 0);
+  return payload_store<Float8Payload, false>(x, 256.0f, 0);
+}
+
+// One a block. kAnyBits: every power of two and, now and then, no power of two at all.
+inline void fill_scales(uint8_t *to, int64_t n, int32_t format, Values values, Random &random) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits = statestream::bits_of(format == statestream::kScaledFloat16 ? 0x1p-10f : 0x1p-8f);
+    if (values == Values::kAnyBits) {
+      bits = (uint32_t)random.next() & 0x7f800000u;
+      if (random.next() % 16 == 0) bits = (uint32_t)random.next();
+    }
+    memcpy(to + 4 * i, &bits, 4);
+  }
+}
+
 // kAnyBits: every pattern, NaN and infinities more often than by chance. kZeroRows: as of weights that
 // no gradient ever reached, with one in nine touched.
 inline void fill(uint8_t *to, int64_t n, int32_t format, Role role, Values values, Random &random) {
@@ -41,14 +61,16 @@ inline void fill(uint8_t *to, int64_t n, int32_t format, Role role, Values value
     float x = ordinary(role, random);
     const bool moves = role != Role::kWeight && role != Role::kMaster;
     if (values == Values::kZeroRows && moves && random.next() % 9) x = random.next() % 2 ? 0.0f : -0.0f;
-    uint32_t bits = statestream::bits_of(x);
+    const bool payload = format >= statestream::kFloat16;
+    uint32_t bits = payload ? payload_of(format, x) << (32 - 8 * bytes) : statestream::bits_of(x);
     if (values == Values::kAnyBits) {
       bits = (uint32_t)random.next();
       if (random.next() % 16 == 0) bits |= 0x7f800000u;
       if (random.next() % 16 == 0) bits &= 0xff80ffffu;
+      if (payload && random.next() % 16 == 0) bits &= 0x0fffffffu;  // small, denormal, zero
     }
     if (format == statestream::kRemainder) bits = (uint32_t)random.next() << 16;
-    if (bytes == 2) bits >>= 16;
+    bits >>= 32 - 8 * bytes;
     memcpy(to + i * bytes, &bits, bytes);
   }
 }

@@ -46,7 +46,8 @@ struct Fiber {
   ucontext_t context;
   void *fake_stack = nullptr;  // AddressSanitizer's
   State state = State::kEnded;
-  uint32_t mask, value, result;
+  uint32_t mask, value;
+  LaneValues seen;
   int place;
 };
 
@@ -93,7 +94,7 @@ void meet(unsigned first, unsigned threads) {
     Fiber &fiber = *fibers[thread];
     if (fiber.state != State::kWaits) continue;
     if (!(fiber.mask >> (thread - first) & 1)) throw std::logic_error(lane_name(thread) + " is not in its own mask");
-    fiber.result = 0;
+    fiber.seen = {};
     for (unsigned lane = 0; lane < kLanes; ++lane) {
       if (!(fiber.mask >> lane & 1)) continue;
       const unsigned other = first + lane;
@@ -101,7 +102,7 @@ void meet(unsigned first, unsigned threads) {
         throw std::logic_error(lane_name(thread) + " waits for " + lane_name(other) + ", which has ended");
       if (fibers[other]->mask != fiber.mask || fibers[other]->place != fiber.place)
         throw std::logic_error(lane_name(thread) + " and " + lane_name(other) + " wait at different places");
-      fiber.result = std::max(fiber.result, fibers[other]->value);
+      fiber.seen[lane] = fibers[other]->value;
     }
   }
   for (unsigned thread = first; thread < end; ++thread)
@@ -134,14 +135,14 @@ void run_block(unsigned threads, const std::function<void(unsigned)> &body,
   }
 }
 
-uint32_t reduce_max(uint32_t mask, uint32_t value, int place) {
+LaneValues exchange(uint32_t mask, uint32_t value, int place) {
   Fiber &fiber = *fibers[running];
   fiber.mask = mask;
   fiber.value = value;
   fiber.place = place;
   fiber.state = State::kWaits;
   leave(false);
-  return fiber.result;
+  return fiber.seen;
 }
 
 }  // namespace emulation

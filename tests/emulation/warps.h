@@ -2,6 +2,7 @@
 #pragma once
 #include <stdint.h>
 
+#include <array>
 #include <functional>
 #include <vector>
 
@@ -14,8 +15,9 @@ namespace emulation {
 void run_block(unsigned threads, const std::function<void(unsigned)> &body,
                const std::function<std::vector<unsigned>(uint64_t round)> &order);
 
-// Within run_block: the largest value of the lanes that the mask names, once all of them are here.
-// `place` tells one call in the source from another.
-uint32_t reduce_max(uint32_t mask, uint32_t value, int place);
+// Within run_block: by lane, the values of those that the mask names, once all of them are here, and zeros
+// for the others. `place` tells one call in the source from another.
+using LaneValues = std::array<uint32_t, 32>;
+LaneValues exchange(uint32_t mask, uint32_t value, int place);
 
 }  // namespace emulation

@@ -8,12 +8,23 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 from statestream import _cpu
-from statestream.kernels import BFLOAT16, FLOAT32, NONE, REMAINDER, AdamOptions, Formats
+from statestream.kernels import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    NONE,
+    REMAINDER,
+    SCALED_FLOAT8,
+    SCALED_FLOAT16,
+    AdamOptions,
+    Formats,
+)
+from statestream.row_extras import WHOLE, IndexMap
 
 from .build import ARCHS
 from .device import Device, Launch
@@ -22,11 +33,13 @@ __all__ = [
     "ADAMW",
     "ALL_FORMATS",
     "FIRST_ADDRESS",
+    "GENERIC",
     "HOT",
     "Tensors",
     "assert_same",
     "check",
     "chunk_elements",
+    "generic_formats",
     "launches_of",
     "on_cpu",
     "on_device",
@@ -54,11 +67,24 @@ HOT = [
 ]
 """A sample: each kind of weight, both formats in each other place."""
 
+GENERIC = [
+    Formats(BFLOAT16, BFLOAT16, SCALED_FLOAT8, SCALED_FLOAT8, NONE),
+    Formats(BFLOAT16, BFLOAT16, SCALED_FLOAT16, SCALED_FLOAT16, SCALED_FLOAT16),
+    Formats(FLOAT16, FLOAT16, SCALED_FLOAT8, SCALED_FLOAT16, FLOAT32),
+    Formats(FLOAT32, FLOAT16, FLOAT32, SCALED_FLOAT8, NONE),
+    Formats(BFLOAT16, FLOAT32, SCALED_FLOAT8, BFLOAT16, REMAINDER),
+    Formats(FLOAT16, FLOAT32, BFLOAT16, FLOAT32, SCALED_FLOAT16),
+]
+"""A sample of the generic kernel's: every format in every place that takes it."""
+
 FIRST_ADDRESS = 1 << 45
 """Of tensors that are not there."""
 
 _NAMES = {FLOAT32: "f32", BFLOAT16: "bf16", REMAINDER: "low16", NONE: ""}
-_DTYPES = {FLOAT32: np.uint32, BFLOAT16: np.uint16, REMAINDER: np.uint16}
+_NAMES |= {FLOAT16: "f16", SCALED_FLOAT16: "scaled16", SCALED_FLOAT8: "scaled8"}
+_DTYPES = {FLOAT32: np.uint32, BFLOAT16: np.uint16, REMAINDER: np.uint16, FLOAT16: np.uint16}
+_DTYPES |= {SCALED_FLOAT16: np.uint16, SCALED_FLOAT8: np.uint8}
+_SCALED = (SCALED_FLOAT16, SCALED_FLOAT8)
 _SPECIALS = [0x0, 0x80000000, 0x1, 0x80000001, 0x7FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000]
 _SPECIALS += [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x3F808000, 0x3F818000, 0x7F7F8000]
 
@@ -71,7 +97,8 @@ def unit(formats: Formats) -> str:
 
 @dataclass
 class Tensors:
-    """One parameter's arrays, as the bits that are stored; a step counter (float32) of its own."""
+    """One parameter's arrays, as the bits that are stored; a step counter (float32) of its own. Scales are
+    float32, by the name of what they scale."""
 
     param: np.ndarray
     grad: np.ndarray
@@ -79,9 +106,16 @@ class Tensors:
     exp_avg_sq: np.ndarray
     master: np.ndarray | None
     step: np.ndarray
+    exp_avg_scale: np.ndarray | None = None
+    exp_avg_sq_scale: np.ndarray | None = None
+    master_scale: np.ndarray | None = None
+    ordinal: int = 0
+    first: int = 0
+    """Of its local tensor's elements, the number of the first one here."""
+    index_map: IndexMap = WHOLE
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        for name in ("param", "grad", "exp_avg", "exp_avg_sq", "master", "step"):
+        for name in ("param", "grad", "exp_avg", "exp_avg_sq", "master", "step", *_SCALE_NAMES):
             if getattr(self, name) is not None:
                 yield name, getattr(self, name)
 
@@ -91,12 +125,16 @@ class Tensors:
             name: _at(array, array.ctypes.data % 64 // array.itemsize) if name != "step" else array.copy()
             for name, array in self.arrays()
         }
-        return Tensors(**{"master": None, **placed})
+        return replace(self, **placed)
 
     def row(self) -> list[int]:
         master = 0 if self.master is None else self.master.ctypes.data
         addresses = [a.ctypes.data for a in (self.param, self.grad, self.exp_avg, self.exp_avg_sq)]
         return [self.param.size, *addresses, master, self.step.ctypes.data, 0]
+
+    def extras(self) -> list[int]:
+        scales = (getattr(self, name) for name in _SCALE_NAMES)
+        return [*(0 if s is None else s.ctypes.data for s in scales), self.ordinal, self.first, *self.index_map, 0]
 
 
 def _at(values: np.ndarray, offset: int) -> np.ndarray:
@@ -108,16 +146,27 @@ def _at(values: np.ndarray, offset: int) -> np.ndarray:
     return placed
 
 
-def _bits(values: np.ndarray, format_code: int) -> np.ndarray:
-    """FP32 values cut to a format; which rounding does not matter for an input."""
+_SCALE_NAMES = ("exp_avg_scale", "exp_avg_sq_scale", "master_scale")
+
+
+def _bits(values: np.ndarray, format_code: int, rng: np.random.Generator) -> np.ndarray:
+    """FP32 values cut to a format; which rounding does not matter for an input. FP8 is any pattern instead."""
     bits = values.astype(np.float32).view(np.uint32)
-    return bits if format_code == FLOAT32 else (bits >> 16).astype(np.uint16)
+    if format_code == FLOAT32:
+        return bits
+    if format_code == SCALED_FLOAT8:
+        return np.where(values == 0, 0, rng.integers(0, 256, values.size)).astype(np.uint8)
+    if format_code in (FLOAT16, SCALED_FLOAT16):
+        with np.errstate(all="ignore"):
+            return values.astype(np.float16).view(np.uint16)
+    return (bits >> 16).astype(np.uint16)
 
 
 def tensors(
     formats: Formats, n: int, seed: int, *, offsets: tuple[int, ...] = (0,), step: float = 0.0, specials: float = 0.0
 ) -> Tensors:
-    """Random values, a share of them `specials`: zeros, denormals, infinities, NaNs, halves of BF16.
+    """Random values, a share of them `specials`: zeros, denormals, infinities, NaNs, halves of BF16. Scales are
+    powers of two.
 
     `offsets` are elements past a multiple of 64 bytes, of param, grad, exp_avg, exp_avg_sq and master
     in turn, the last one for all the rest.
@@ -140,19 +189,35 @@ def tensors(
         if format_code == REMAINDER:
             bits = values[k].astype(np.uint16)
         else:
-            bits = _bits(values[k].view(np.float32), format_code)
+            bits = _bits(values[k].view(np.float32), format_code, rng)
         stored.append(_at(bits, offsets[min(k, len(offsets) - 1)]))
         assert stored[k].dtype == _DTYPES[format_code]
-    return Tensors(*stored, step=np.array([step], np.float32))
+    scales = {
+        name: (2.0 ** rng.integers(-20, 3, -(-n // 256))).astype(np.float32)
+        for name, format_code in zip(_SCALE_NAMES, (formats.exp_avg, formats.exp_avg_sq, formats.master), strict=True)
+        if format_code in _SCALED
+    }
+    return Tensors(*stored, step=np.array([step], np.float32), **scales)
 
 
 def rows_of(group: list[Tensors]) -> array:
     return array("q", itertools.chain.from_iterable(t.row() for t in group))
 
 
+def extras_of(group: list[Tensors]) -> array:
+    return array("q", itertools.chain.from_iterable(t.extras() for t in group))
+
+
+def _more(group: list[Tensors], formats: Formats, stochastic: int, seed: int) -> dict:
+    """What a call needs beside rows."""
+    if not stochastic and not any(f in _SCALED for f in formats):
+        return {}
+    return {"extras": extras_of(group), "seed": seed, "stochastic": stochastic}
+
+
 def on_cpu(group: list[Tensors], formats: Formats, options: AdamOptions = ADAMW, **call) -> None:
     """One update in place by the CPU kernel."""
-    _cpu.adam(rows_of(group), tuple(formats), **_call(options, **call), threads=1)
+    _cpu.adam(rows_of(group), tuple(formats), **_call(group, formats, options, **call), threads=1)
 
 
 def on_device(group: list[Tensors], formats: Formats, device: Device, options: AdamOptions = ADAMW, **call) -> None:
@@ -163,10 +228,20 @@ def on_device(group: list[Tensors], formats: Formats, device: Device, options: A
             if name != "step":
                 device.add(values, f"{name} of tensor {k}", writable=name != "grad")
     with device.module() as module:
-        module.adam(rows_of(group), tuple(formats), **_call(options, **call), device=0, stream=0)
+        module.adam(rows_of(group), tuple(formats), **_call(group, formats, options, **call), device=0, stream=0)
 
 
-def _call(options: AdamOptions, grad_scale: float = 1.0, advance: bool = True, **more) -> dict:
+def _call(
+    group: list[Tensors],
+    formats: Formats,
+    options: AdamOptions,
+    grad_scale: float = 1.0,
+    advance: bool = True,
+    stochastic: int = 0,
+    seed: int = 0x123456789ABCDEF0,
+    **more,
+) -> dict:
+    more |= _more(group, formats, stochastic, seed)
     return {**vars(options), "grad_scale": grad_scale, "advance": advance, **more}
 
 
@@ -192,16 +267,28 @@ def check(group: list[Tensors], formats: Formats, device: Device, **call) -> Non
 
 
 @cache
-def chunk_elements() -> int:
+def chunk_elements(formats: Formats = HOT[0]) -> int:
     """Elements of a block's piece of a tensor: what a launch with a block for each of them shows."""
     n, step = 2**34, np.zeros(1, np.float32)
     row = array("q", [n, *(FIRST_ADDRESS * k for k in range(1, 5)), 0, step.ctypes.data, 0])
-    return n // launches_of(row, HOT[0], multiprocessors=2**30)[0].grid
+    more = {}
+    if any(code in _SCALED for code in formats):
+        more["extras"] = array("q", [*(FIRST_ADDRESS * k for k in range(5, 8)), 0, 0, *WHOLE, 0])
+    return n // launches_of(row, formats, multiprocessors=2**30, **more)[0].grid
+
+
+def generic_formats() -> list[Formats]:
+    """Every combination that the generic kernel serves."""
+    weights = [(FLOAT32, NONE), *itertools.product([BFLOAT16, FLOAT16], [NONE, FLOAT32, SCALED_FLOAT16])]
+    moments = [FLOAT32, BFLOAT16, *_SCALED]
+    every = itertools.product([*weights, (BFLOAT16, REMAINDER)], [FLOAT32, BFLOAT16, FLOAT16], moments, moments)
+    return [f for (param, master), *rest in every if (f := Formats(param, *rest, master)) not in ALL_FORMATS]
 
 
 def launches_of(rows: array, formats: Formats, *, multiprocessors: int = 2, **call) -> list[Launch]:
     """What a call with these rows would launch; nothing runs."""
     device = Device(ARCHS[0], multiprocessors=multiprocessors, interpret=False)
     with device.module() as module:
-        module.adam(rows, tuple(formats), **_call(ADAMW, advance=False, **call), device=0, stream=0)
+        options = {**vars(ADAMW), "grad_scale": 1.0, "advance": False, **call}
+        module.adam(rows, tuple(formats), **options, device=0, stream=0)
     return device.launches

@@ -63,6 +63,8 @@ def _immediate(text: str, dtype: np.dtype) -> np.ndarray:
         value = np.array([int(match[1], 16)], np.uint32)
     elif match := re.fullmatch(r"0[dD]([0-9a-fA-F]{16})", text):
         value = np.array([int(match[1], 16)], np.uint64)
+    elif dtype.kind == "b" and text in ("0", "-1"):  # as nvcc writes false and true
+        return np.array([text == "-1"])
     elif re.fullmatch(r"-?(?:\d+|0[xX][0-9a-fA-F]+)", text) and dtype.kind in "iu":
         number = int(text, 0)
         bits = dtype.itemsize * 8

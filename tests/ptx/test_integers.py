@@ -5,6 +5,7 @@ import pytest
 
 from .handwritten import apply, run
 from .memory import Fault
+from .parse import PtxError
 from .references import ORDER, PREDICATE, floats32, integers, trunc_div, wrap
 
 INTEGER = {
@@ -120,6 +121,13 @@ def test_predicates_combine():
         b,
     )
     assert got.tolist() == [int(not (x == 0 and y == 0)) for x, y in zip(a, b, strict=True)]
+
+
+def test_predicates_are_set_to_false_and_true():
+    text = "mov.pred %p0, 0; mov.pred %p1, -1; selp.b32 $0, 1, 2, %p0; @%p1 add.u32 $0, $0, $1"
+    assert apply(text, "u4 u4", np.uint32([10, 20])).tolist() == [12, 22]
+    with pytest.raises(PtxError):
+        apply("mov.pred %p0, 2; mov.b32 $0, $1", "u4 u4", np.uint32([10, 20]))
 
 
 def test_signs():

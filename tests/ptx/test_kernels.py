@@ -228,15 +228,18 @@ def test_advancing_counters_alone():
 SIZES = [(n, 0) for n in (*range(18), 255, 256, 257)] + [(40, k) for k in range(1, 8)] + [(16 * 2048 + 3, 1)]
 
 
-def convert_pair(name: str, source: np.ndarray, result: np.ndarray, code: int | None, device: Device) -> np.ndarray:
-    """The CPU's result in a copy, the device's in place; the former."""
+def convert_pair(
+    name: str, source: np.ndarray, result: np.ndarray, code: int | None, device: Device, theirs=None, **more
+) -> np.ndarray:
+    """The CPU's result in a copy, the device's in place; the former. `theirs` are the CPU's further arguments,
+    `more` the device's."""
     want = result.copy()
     before, codes = source.copy(), () if code is None else (code,)
-    getattr(_cpu, name)(*codes, before.ctypes.data, want.ctypes.data, source.size, threads=1)
+    getattr(_cpu, name)(*codes, before.ctypes.data, want.ctypes.data, source.size, threads=1, **(theirs or {}))
     device.add(source, "source", writable=False)
     device.add(result, "result")
     with device.module() as module:
-        getattr(module, name)(*codes, source.ctypes.data, result.ctypes.data, source.size, device=0, stream=0)
+        getattr(module, name)(*codes, source.ctypes.data, result.ctypes.data, source.size, device=0, stream=0, **more)
     return want
 
 
