@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from statestream.offload import muon as muon_module
 from statestream.offload import optimizer as optimizer_module
 from statestream.offload import units as units_module
 from statestream.offload.muon import MuonBatches
+from statestream.offload.plan import Plan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -26,8 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .cases import CASES, CHECKPOINTED, STEPS, Case, Group, Run, check_same, differences, offloaded, train
 
-__all__ = ["CLAIMS", "late_copies", "mesh_of_all", "of_cases", "of_checkpoints"]
-
+__all__ = ["CLAIMS", "late_copies", "mesh_of_all", "of_cases", "of_checkpoints", "sent_in_a_step"]
 
 SEVERAL_CHUNKS = 300_000
 """A budget, in bytes, of which a chunk gets a third: the models here need several."""
@@ -50,20 +51,18 @@ def bits_are_those_of_the_optimizer(case: Case, folder: Path) -> None:
     """After four steps, with one unit a chunk and with several; and every rank cuts at the same batches."""
     mesh = mesh_of_all()
     plain = train(case.run(mesh))
-    budget = 1
-    while budget is not None:
+
+    def streamed(budget: int) -> Plan:
         mine = train(offloaded(case.run(mesh), budget))
         check_same(mine, plain)
+        assert isinstance(mine.optimizer.units, MuonBatches)
         plan = mine.optimizer.units.store.plan
-        plans = _gathered(plan)
-        assert all(other == plan for other in plans), f"step_chunk_bytes={budget}"
-        if budget == 1:
-            assert isinstance(mine.optimizer.units, MuonBatches)
-            smallest = len(plan.chunks)
-            budget = sum(chunk.nbytes for chunk in plan.chunks)  # of which a chunk gets a third
-        else:
-            assert 1 < len(plan.chunks) <= smallest, f"{len(plan.chunks)} chunks"
-            budget = None
+        assert all(other == plan for other in _gathered(plan)), f"step_chunk_bytes={budget}"
+        return plan
+
+    each = streamed(1)
+    several = streamed(sum(chunk.nbytes for chunk in each.chunks))  # of which a chunk gets a third
+    assert 1 < len(several.chunks) <= len(each.chunks), f"{len(several.chunks)} chunks of {len(each.chunks)}"
 
 
 def some_shard_is_empty_and_some_are_uneven(folder: Path) -> None:
@@ -90,6 +89,41 @@ def copies_that_come_late_in_different_ways_change_nothing(name: str, seed: int,
         for module, function in zip(modules, before, strict=True):
             module.device_for = function
     check_same(mine, train(case.run(mesh)))
+
+
+# ---- communication ----
+
+
+def sent_in_a_step(run: Run) -> list[tuple[str, list[tuple[int, ...]]]]:
+    """The collectives of the first step in order, by the shapes that they send."""
+    sent: list[tuple[str, list[tuple[int, ...]]]] = []
+    collectives = {name: getattr(dist, name) for name in ("all_to_all", "all_gather")}
+
+    def watched(name: str, received: Any, given: Any, **options: Any) -> Any:
+        tensors = given if isinstance(given, list) else [given]
+        sent.append((name, [tuple(t.shape) for t in tensors]))
+        return collectives[name](received, given, **options)
+
+    run.case.set_grads(run.params, 0)
+    try:
+        for name in collectives:
+            setattr(dist, name, partial(watched, name))
+        run.optimizer.step()
+    finally:
+        for name, function in collectives.items():
+            setattr(dist, name, function)
+    return sent
+
+
+def a_streamed_step_sends_no_more_than_the_plain_one(case: Case, folder: Path) -> None:
+    """Unit by unit too: the batches are the optimizer's own, and none is padded that is not padded there. (A single
+    matrix under DDP is left over where it is not sent at all.)"""
+
+    def elements(run: Run) -> int:
+        return sum(math.prod(shape) for _, shapes in sent_in_a_step(run) for shape in shapes)
+
+    plain, streamed = elements(case.run(mesh_of_all())), elements(offloaded(case.run(mesh_of_all()), 1))
+    assert 0 < streamed <= plain, f"{streamed} elements, {plain} without streaming"
 
 
 # ---- checkpoints ----
@@ -252,6 +286,17 @@ def late_copies(seeds: Iterable[int]) -> dict[str, Claim]:
     }
 
 
+_SENT = {
+    f"no more is sent: {name}": partial(a_streamed_step_sends_no_more_than_the_plain_one, CASES[name])
+    for name in [
+        "megabatched, odd rows",
+        "megabatched, packed",
+        "megabatched, DDP",
+        "batched",
+        "batched, packed over several batches",
+        "batched, odd rows, DDP",
+    ]
+}
 _REFUSED = {
     f"another {what}: {name}": partial(ranks_that_cut_differently_are_refused_with_both_plans, name, what)
     for name, what in [
@@ -264,6 +309,7 @@ _REFUSED = {
     ]
 }
 _SEVERAL = {
+    **_SENT,
     **_REFUSED,
     "unfrozen differently": ranks_that_unfreeze_different_parameters_are_refused_again_and_again,
     "cost of agreement": agreement_costs_one_gather_when_it_is_built_and_none_in_a_step,

@@ -16,7 +16,7 @@ from distributed.processes import Claim, run_claims
 from statestream.offload.muon_layouts import BatchedMuon, MegabatchedMuon, muon_layout
 
 from .cases import CASES, CHECKPOINTED, Case, check_same, dion_muon, offloaded, train
-from .claims import mesh_of_all, of_cases, of_checkpoints
+from .claims import mesh_of_all, of_cases, of_checkpoints, sent_in_a_step
 
 try:
     MUON = dion_muon()
@@ -46,32 +46,9 @@ def test_bits_are_those_of_dion(name, budget):
 # ---- ranks ----
 
 
-def _collectives(case: Case) -> list[tuple[str, list[tuple[int, ...]]]]:
-    """What a step sends, in order."""
-    run = case.run(mesh_of_all())
-    case.set_grads(run.params, 0)
-    sent: list[tuple[str, list[tuple[int, ...]]]] = []
-    before = {name: getattr(dist, name) for name in ("all_to_all", "all_gather")}
-
-    def watched(name, received, given, **kwargs):
-        tensors = given if isinstance(given, list) else [given]
-        sent.append((name, [tuple(t.shape) for t in tensors]))
-        return before[name](received, given, **kwargs)
-
-    try:
-        for name in before:
-            setattr(dist, name, partial(watched, name))
-        run.optimizer.step()
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
-    return sent
-
-
 def the_stand_in_sends_what_dion_sends(case: Case, folder: Path) -> None:
-    own = _collectives(case)
-    assert _collectives(replace(case, real=False)) == own
-    assert own or dist.get_world_size() == 1
+    real, stand_in = (sent_in_a_step(c.run(mesh_of_all())) for c in (case, replace(case, real=False)))
+    assert stand_in == real and (real or dist.get_world_size() == 1)
 
 
 ALIKE: dict[str, Claim] = {

@@ -23,8 +23,6 @@ from statestream.tensors import is_dtensor
 
 __all__ = ["BatchedMuon", "MegabatchedMuon", "TorchMuon", "muon_layout"]
 
-Tag = tuple[Any, ...]
-
 STATES = {"muon": ("momentum",), "lion": ("momentum",), "adamw": ("momentum", "variance")}
 
 
@@ -82,7 +80,7 @@ class BatchedMuon(TorchMuon):
         if group["algorithm"] != "muon":
             return [[i] for i in range(len(params))]  # element by element
         alone: list[list[int]] = []
-        alike: dict[Tag, list[int]] = {}
+        alike: dict[tuple[Any, ...], list[int]] = {}
         for i, param in enumerate(params):
             placements = tuple(param.placements) if is_dtensor(param) else None
             if _holds_whole_matrices(group, param):
@@ -136,7 +134,7 @@ def _holds_whole_matrices(group: dict[str, Any], param: Tensor) -> bool:
 
 def muon_layout(inner: torch.optim.Optimizer) -> TorchMuon | None:
     """How to step a Muon in parts; None for what is no Muon, or one that is not known."""
-    if type(inner) is getattr(torch.optim, "Muon", None):
+    if type(inner) is torch.optim.Muon:
         return TorchMuon(inner)
     of_dion = all(hasattr(inner, name) for name in ("_world_size", "_process_group", "_device_rank"))
     if type(inner).__name__ != "Muon" or not of_dion:
