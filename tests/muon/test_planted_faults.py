@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from statestream.offload import muon as muon_module
-from statestream.offload import muon_agreement, subset
+from statestream.offload import muon_agreement, stream, subset
 from statestream.offload.muon import MuonBatches
 from statestream.offload.muon_agreement import check_partition, joined
+from statestream.offload.muon_layouts import TorchMuon, muon_layout
 from statestream.offload.plan import Unit, make_plan
 
 from .cases import ADAMW, CASES, EMPTY, EVEN, Case, Group, differences, offloaded, train
@@ -44,11 +45,11 @@ def test_a_packed_parameter_in_two_units_is_refused(monkeypatch):
 def test_a_packed_parameter_is_not_stepped_twice_even_by_a_plan_that_says_so(monkeypatch):
     monkeypatch.setattr(muon_module, "check_partition", lambda *args: None)
     run = offloaded(CASES["batched, packed over several batches"].run(), 1)
-    stream = run.optimizer.units._stream
+    whole = run.optimizer.units._stream
 
     def twice(jobs, chosen):
-        stream(jobs, chosen)
-        stream(jobs, chosen)
+        whole(jobs, chosen)
+        whole(jobs, chosen)
 
     run.optimizer.units._stream = twice
     with pytest.raises(RuntimeError, match="about to be updated twice in one step"):
@@ -57,8 +58,8 @@ def test_a_packed_parameter_is_not_stepped_twice_even_by_a_plan_that_says_so(mon
 
 def test_a_parameter_left_out_of_a_step_is_an_error():
     run = offloaded(CASES["batched"].run(), 1)
-    stream = run.optimizer.units._stream
-    run.optimizer.units._stream = lambda jobs, chosen: stream(dict(list(jobs.items())[1:]), chosen)
+    whole = run.optimizer.units._stream
+    run.optimizer.units._stream = lambda jobs, chosen: whole(dict(list(jobs.items())[1:]), chosen)
     with pytest.raises(RuntimeError, match=r"\d+ parameters of \d+ with a gradient were updated"):
         train(run, range(1))
 
@@ -80,8 +81,6 @@ def test_an_empty_group_that_is_dropped_in_a_chunk_shows(monkeypatch):
 
 
 def test_momentum_that_is_not_stored_shows(monkeypatch):
-    from statestream.offload import stream
-
     monkeypatch.setattr(stream._Flow, "_copy_out", lambda self, queue, stage: None)
     assert any("momentum" in d for d in streamed_differences("batched"))
 
@@ -103,12 +102,10 @@ def test_packed_weights_of_two_ranks_are_joined_through_their_matrices():
     """World size 2, blocks of 64, 32 and 32 rows: the blocks of 32 fill a batch by themselves."""
     run = Case("batched", [Group([(128, 16)] * 5, options={"partitions": (64, 32, 32)}), Group(EVEN), ADAMW]).run()
     inner = run.optimizer
-    layout = muon_module.TorchMuon(inner)
-    assert joined(layout.batches(inner.param_groups[0], inner.param_groups[0]["params"]), 5) == [[i] for i in range(5)]
+    group = inner.param_groups[0]
+    assert joined(TorchMuon(inner).batches(group, group["params"]), 5) == [[i] for i in range(5)]
     inner._world_size = 2
-    from statestream.offload.muon_layouts import muon_layout
-
-    batches = muon_layout(inner).batches(inner.param_groups[0], inner.param_groups[0]["params"])
+    batches = muon_layout(inner).batches(group, group["params"])
     assert sorted(map(len, batches)) == [1, 2, 2, 2, 2, 2, 2, 2]
     assert joined(batches, 5) == [[0, 1], [2, 3], [4]]
 
