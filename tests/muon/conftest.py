@@ -3,6 +3,7 @@
 import pytest
 import torch
 from offload.conftest import on_device  # noqa: F401
+from offload.test_ranks import fake_ranks  # noqa: F401
 
 
 @pytest.fixture(autouse=True, scope="module")
