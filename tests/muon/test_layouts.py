@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
 from .cases import STAND_INS
+from .dion_common import Common
 
 MATRIX, EXPERTS, CONVOLUTIONS = (16, 8), (4, 16, 8), (4, 4, 8, 8)
 BF16 = torch.bfloat16
@@ -79,3 +80,26 @@ def test_a_mesh_dimension_of_one_rank_shards_nothing(fake_ranks):
     inner = STAND_INS["batched"](params)
     inner._world_size = 2
     assert muon_layout(inner).batches(inner.param_groups[0], params) == [[0, 1]]
+
+
+@pytest.mark.parametrize("attribute", ["_world_size", "_process_group", "_device_rank"])
+def test_a_muon_without_dions_attributes_is_not_known(attribute):
+    inner = STAND_INS["batched"]([Parameter(torch.zeros(MATRIX))])
+    assert muon_layout(inner) is not None
+    delattr(inner, attribute)
+    assert muon_layout(inner) is None
+
+
+@pytest.mark.parametrize("option", ["algorithm", "step"])
+def test_a_muon_without_dions_options_in_every_group_is_not_known(option):
+    inner = STAND_INS["megabatched"]([{"params": [Parameter(torch.zeros(MATRIX))]} for _ in range(2)])
+    assert muon_layout(inner) is not None
+    del inner.param_groups[1][option]
+    assert muon_layout(inner) is None
+
+
+def test_an_optimizer_of_another_name_or_without_tasks_is_not_known():
+    params = [Parameter(torch.zeros(MATRIX))]
+    assert muon_layout(type("NorMuon", (STAND_INS["batched"],), {})(params)) is None
+    assert muon_layout(type("Muon", (Common,), {})(params)) is None
+    assert muon_layout(type("Muon", (torch.optim.Muon,), {})(params)) is None
