@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from statestream import CPUOffloadOptimizer
-from statestream.offload.optimizer import ELEMENTWISE
+from statestream.offload.checks import ELEMENTWISE
 from statestream.offload.plan import MOST_CHUNKS, PHASES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "offload.md").read_text(encoding="utf-8")

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.offload.clocks import CudaClock, WallClock
 from statestream.offload.worker import Worker
 
 __all__ = ["CudaDevice", "HostDevice", "HostMemory", "device_for"]
@@ -119,6 +120,7 @@ class HostDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.memory = HostMemory()
+        self.clock = WallClock()
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -160,6 +162,7 @@ class CudaDevice:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
         self.memory = HostMemory(self._pin, self._unpin)
+        self.clock = CudaClock()
         self.load = torch.cuda.Stream(self.torch_device)
         self.store = torch.cuda.Stream(self.torch_device)
         self.down = torch.cuda.Stream(self.torch_device)

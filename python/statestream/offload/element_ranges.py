@@ -7,7 +7,7 @@ pieces, and the budget is a strict bound. Step counters stay on the host.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from math import prod
 from typing import Any
@@ -21,6 +21,7 @@ from statestream.fused_adam import FusedAdam
 from statestream.kernels import AdamOptions, Formats
 from statestream.moments import MASTER, MOMENTS, STEP, StateFormat
 from statestream.offload import stream
+from statestream.offload.host_side import HostSide
 from statestream.offload.plan import GRAIN_ELEMENTS, Piece, Unit, padded_bytes
 from statestream.offload.store import Entry, compact_copy, largest_shard
 from statestream.offload.stream import Stage
@@ -93,14 +94,32 @@ class _Job:
     itemsizes: tuple[int, ...]
     number: int = 0
 
+    @property
+    def reads_weight(self) -> bool:
+        """Whether the update needs the weight as it was: a master that is there, and right, has it."""
+        return self.refresh or self.formats.master in (kernels.NONE, kernels.REMAINDER)
+
+    def span(self, piece: Piece) -> tuple[int, int]:
+        """First element and number of elements of a piece."""
+        begin = min(piece.first * GRAIN_ELEMENTS, self.local.numel())
+        return begin, min(piece.last * GRAIN_ELEMENTS, self.local.numel()) - begin
+
 
 class ElementRanges(Units):
     """Keeps `inner`'s state in arenas and steps it through `device` in chunks of at most `budget` bytes."""
 
     splits_parameters = True
 
-    def __init__(self, inner: FusedAdam, device: Any, budget: int | None):
+    def __init__(
+        self,
+        inner: FusedAdam,
+        device: Any,
+        budget: int | None,
+        cpu_fraction: float | str = 0.0,
+        cpu_threads: int | None = None,
+    ):
         super().__init__(inner, device, budget)
+        self.host = HostSide(self.store, cpu_fraction, cpu_threads)
         self._counters: dict[int, Tensor] = {}
         self._views: dict[int, dict[str, Any]] = {}
         state, form, table = dict(inner.state), inner.form, inner._table
@@ -145,6 +164,7 @@ class ElementRanges(Units):
             self._counters[id(param)] = counter
         self._counters = {id(p): self._counters[id(p)] for p in members if id(p) in self._counters}
         self._views = {id(p): self._views[id(p)] for p in members if id(p) in self._views}
+        self.host.prepare(self.device)
 
     def _entry(self, param: Tensor) -> Entry:
         dtypes = self.inner.form.dtypes(param)
@@ -196,6 +216,10 @@ class ElementRanges(Units):
             twin.state[param] = {name: compact_copy(value) for name, value in state.items()}
         return twin
 
+    @property
+    def staging_bytes(self) -> int:
+        return self.host.staging_bytes
+
     # ---- the step ----
 
     def step(self, grad_scale: float) -> None:
@@ -203,15 +227,19 @@ class ElementRanges(Units):
         before anything is changed."""
         jobs = self._jobs()
         if jobs:
+            self.host.prepare(self.device)
             layout = self.store.layout
-            active = None if len(jobs) == len(layout.units) else jobs.keys()
+            whole = len(jobs) == len(layout.units)
             flow = _AdamFlow(self, layout, jobs, grad_scale)
-            stages = layout.stages(active)
+            stages = layout.stages(None if whole else jobs.keys())
+            host = self.host.share_of(self.device, flow)
             self.took(layout.plan.ring_bytes)
             try:
-                self._last_store = stream.run(self.device, layout.plan.ring_bytes, stages, flow)
+                self._last_store = stream.run(self.device, layout.plan.ring_bytes, stages, flow, host)
             finally:
-                flow.commit(stages)
+                flow.commit()
+            if whole and stages:
+                self.host.stepped(host)
         for group in self.inner.param_groups:
             group[STEP] += 1
 
@@ -276,34 +304,58 @@ class _AdamFlow:
         self._launch(stage, ring, self._rest(stage))
 
     def torn(self, stages: Sequence[Stage], error: BaseException) -> None:
-        for stage in stages:
-            self.lost.update(p.unit for p in stage.chunk.pieces if p.unit in self.started)
-        self.owner.torn.extend(self.jobs[unit].name for unit in sorted(self.lost))
+        self.lose(p.unit for stage in stages for p in stage.chunk.pieces)
 
-    def _rest(self, stage: Stage) -> list[Piece]:
-        return [p for p in stage.chunk.pieces if p.unit in self.started and (p.unit, p.first) not in self.launched]
+    # ---- what the host's share needs too ----
 
-    def _launch(self, stage: Stage, ring: Tensor, pieces: list[Piece]) -> None:
+    def rest(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """Of these the ones that were not updated, of units that were begun."""
+        return [p for p in pieces if p.unit in self.started and (p.unit, p.first) not in self.launched]
+
+    def calls(self, pieces: Iterable[Piece]) -> Iterable[list[Piece]]:
+        """The pieces, by the kernel calls that update them."""
         calls: dict[tuple[int, Formats], list[Piece]] = {}
         for piece in pieces:
             job = self.jobs[piece.unit]
             calls.setdefault((id(job.options), job.formats), []).append(piece)
-        for (_, formats), group in calls.items():
-            rows, keep = array("q"), []
+        return calls.values()
+
+    def note(self, pieces: list[Piece]) -> None:
+        """These were updated. The device's flow and the host's both tell, each on its thread."""
+        self.launched.update([(p.unit, p.first) for p in pieces])
+        self.started.update([p.unit for p in pieces])
+
+    def lose(self, units: Iterable[int]) -> None:
+        """Of these units, those that were begun cannot be finished."""
+        lost = {unit for unit in units if unit in self.started} - self.lost
+        self.lost |= lost
+        self.owner.torn.extend(self.jobs[unit].name for unit in sorted(lost))
+
+    def row(self, job: _Job, n: int, weight: int, grad: int, places: Sequence[int]) -> tuple[int, ...]:
+        """A kernel's row, by addresses."""
+        return (n, weight, grad, *places, self.counts.data_ptr() + 4 * job.number, 0)
+
+    # ---- on the device ----
+
+    def _rest(self, stage: Stage) -> list[Piece]:
+        return self.rest(stage.chunk.pieces)
+
+    def _launch(self, stage: Stage, ring: Tensor, pieces: list[Piece]) -> None:
+        for group in self.calls(pieces):
+            rows, keep, first = array("q"), [], self.jobs[group[0].unit]
             for piece in group:
                 rows.extend(self._row(stage, ring, piece, keep))
-            options = self.jobs[group[0].unit].options
-            self.device.launch(_update, self.device.torch_device, rows, formats, options, self.grad_scale, keep)
-            self.launched.update((p.unit, p.first) for p in group)
-            self.started.update(p.unit for p in group)
+            self.device.launch(
+                _update, self.device.torch_device, rows, first.formats, first.options, self.grad_scale, keep
+            )
+            self.note(group)
 
     def _row(self, stage: Stage, ring: Tensor, piece: Piece, keep: list[Any]) -> tuple[int, ...]:
         """Addresses of a piece, and in `keep` what they point into (until the kernel has been launched)."""
         job = self.jobs[piece.unit]
         if is_fake(job.local):
             return ()
-        begin = min(piece.first * GRAIN_ELEMENTS, job.local.numel())
-        n = min(piece.last * GRAIN_ELEMENTS, job.local.numel()) - begin
+        begin, n = job.span(piece)
         base = ring.data_ptr()
         places = [
             self.layout.place(stage.chunk, piece, kind) if size else None for kind, size in enumerate(job.itemsizes)
@@ -313,16 +365,10 @@ class _AdamFlow:
         if job.refresh and n:
             refresh = (weight, ring[places[2] : places[2] + 4 * n].view(torch.float32))
         keep.append((weight, job.grad, self.counts, refresh))
-        return (
-            n,
-            job.local.data_ptr() + begin * job.local.element_size(),
-            job.grad.data_ptr() + begin * job.grad.element_size(),
-            *(0 if place is None else base + place for place in places),
-            self.counts.data_ptr() + 4 * job.number,
-            0,
-        )
+        grad = job.grad.data_ptr() + begin * job.grad.element_size()
+        return self.row(job, n, weight.data_ptr(), grad, [0 if at is None else base + at for at in places])
 
-    def commit(self, stages: Sequence[Stage]) -> None:
+    def commit(self) -> None:
         """Counts the parameters that were updated, and says that they were written."""
         written: dict[Formats, Call] = {}
         for unit in self.started:

@@ -57,10 +57,23 @@ class HostStepper(Protocol):
 class HostShare:
     """One step's flow over `chunks`, through `slots` (none where the host reads and writes the device's memory)."""
 
-    def __init__(self, device: Any, slots: Sequence[Any], chunks: Sequence[Any], stepper: HostStepper):
-        self.device, self.slots, self.chunks, self.stepper = device, slots, chunks, stepper
+    def __init__(
+        self, device: Any, slots: Sequence[Any], chunks: Sequence[Any], stepper: HostStepper, timed: bool = False
+    ):
+        self.device, self.slots, self.chunks, self.stepper, self.timed = device, slots, chunks, stepper, timed
         self.sent: list[Any] = []
         """Events after which the weights of each chunk are on the device."""
+        self._marks: dict[str, Any] = {}
+
+    def mark(self, what: str, queue: Any) -> None:
+        """Of a timed step: "begin", or that the "device" or the "host" is done."""
+        if self.timed:
+            self._marks[what] = self.device.clock.mark(queue)
+
+    def seconds(self) -> tuple[float, float]:
+        """Of a timed step that is over: how long the device took, and the host. Waits for both."""
+        begin, seconds = self._marks["begin"], self.device.clock.seconds
+        return seconds(begin, self._marks["device"]), seconds(begin, self._marks["host"])
 
     def run(self, ready: Any) -> Iterator[Any]:
         """The flow; `ready` is an event of the compute queue."""
@@ -75,6 +88,7 @@ class HostShare:
             if k + ahead < len(self.chunks):
                 device.wait(device.down, self.sent[k])
                 here.append(self._bring(k + ahead))
+        self.mark("host", device.up)
 
     def settle(self) -> None:
         """After an error, once the device is at rest: sends what was updated and finishes what was updated in part,

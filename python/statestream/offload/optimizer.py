@@ -6,9 +6,10 @@ of the state as exported (FP32 for FusedAdam, S otherwise) and C = step_chunk_by
 * device, between steps: none; during a step: at most C (None: S and, unless FusedAdam is inside, the parameters);
 * host: S always; S + E from `state_dict()` on while its result is held, with `state_dict_snapshot=False` S plus what
   is not stored as it is exported; S + 2E while `dcp.async_save` writes, whose stager copies once more; a load writes
-  in place and needs S plus the checkpoint.
+  in place and needs S plus the checkpoint; with cpu_fraction `plan.staging_bytes`, 48 MiB at most, on top of S.
 
-On a machine without a GPU the same code streams through host memory: then C comes on top of S.
+On a machine without a GPU the same code streams through host memory: then C comes on top of S. With cpu_fraction=1
+nothing does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from statestream.arguments import as_number
 from statestream.fused_adam import FusedAdam
 from statestream.memory import MemoryReport, report_of
 from statestream.offload.checkpoint import export_state, load_state
+from statestream.offload.checks import check_groups, check_optimizer, check_share, device_of
 from statestream.offload.device import device_for
 from statestream.offload.element_ranges import ElementRanges
 from statestream.offload.interrupts import interrupts_held
@@ -32,17 +34,10 @@ from statestream.offload.muon_layouts import muon_layout
 from statestream.offload.one_pass import OnePass
 from statestream.offload.step_plan import StepPlan, plan_of
 from statestream.offload.whole_parameters import WholeParameters
-from statestream.quantized import is_quantized
 from statestream.scaling import scaling_of
 from statestream.tensors import local_of
 
 __all__ = ["CPUOffloadOptimizer"]
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
-)
-"""Of torch's optimizers those whose update of an element depends on nothing but that element's history."""
 
 
 class CPUOffloadOptimizer(torch.optim.Optimizer):
@@ -64,12 +59,19 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             comes of it.
         elementwise: whether each parameter's update depends on that parameter, its gradient and its state alone.
             Known for torch's optimizers; of others it has to be said. False: all state moves in one pass.
+        cpu_fraction: how much of the update the host does itself, from 0 (all state is streamed) to 1; for FusedAdam
+            alone. Of its share gradients come down and weights go up, and the state stays where it is; both sides
+            work at once, and the results are the same bits. "auto": the share at which both end together, from how
+            long the first steps take. Where parameters are on the CPU, 1 saves the copies, and "auto" is 1.
+        cpu_threads: of the host's share. None: the cores that this process may use, divided by LOCAL_WORLD_SIZE.
+            OMP_NUM_THREADS, which launchers set to 1, has no part in it, and torch's own setting is left alone.
         state_dict_snapshot: `state_dict()` copies, so that the result does not change with later steps. False:
             live tensors, for synchronous saves where host memory is short.
 
     Raises:
         ValueError: capturable or differentiable groups, LBFGS, an optimizer of which it is not known whether it is
-            elementwise, parameters on several devices.
+            elementwise, parameters on several devices, a share of the host that is out of range or of another
+            optimizer than FusedAdam.
 
     Host memory is taken here, pinned where parameters are on a GPU, in one block a kind of state; if the system
     refuses to pin it, it is pageable, with one warning. State is read through this object (`opt.state`,
@@ -91,12 +93,19 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         *,
         elementwise: bool | None = None,
         state_dict_snapshot: bool = True,
+        cpu_fraction: float | str = 0.0,
+        cpu_threads: int | None = None,
     ):
-        _check(optimizer, step_chunk_bytes, elementwise)
+        if isinstance(optimizer, CPUOffloadOptimizer):
+            raise TypeError("optimizer: it is a CPUOffloadOptimizer already")
+        check_optimizer(optimizer, step_chunk_bytes, elementwise)
+        check_share(optimizer, cpu_fraction, cpu_threads)
         self._settings = {
             "step_chunk_bytes": step_chunk_bytes,
             "elementwise": elementwise,
             "state_dict_snapshot": bool(state_dict_snapshot),
+            "cpu_fraction": cpu_fraction,
+            "cpu_threads": cpu_threads,
         }
         self.inner = optimizer
         self._become_optimizer()
@@ -111,10 +120,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._warned_capturable_if_run_uncaptured = True
 
     def _build(self) -> ElementRanges | WholeParameters | OnePass:
-        device = device_for(_device_of(self.inner))
+        device = device_for(device_of(self.inner))
         budget = self._settings["step_chunk_bytes"]
         if isinstance(self.inner, FusedAdam):
-            units: Any = ElementRanges(self.inner, device, budget)
+            share = self._settings["cpu_fraction"], self._settings["cpu_threads"]
+            units: Any = ElementRanges(self.inner, device, budget, *share)
         elif self._settings["elementwise"] is False:
             return OnePass(self.inner, device)
         elif (layout := muon_layout(self.inner)) is not None:
@@ -173,6 +183,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return plan_of(self.units)
 
     @property
+    def cpu_fraction(self) -> float:
+        """The host's share of the next step; of "auto" what it has come to."""
+        return self.units.store.fraction
+
+    @property
     def host_state_bytes(self) -> int:
         """Bytes of host memory that hold state."""
         return self.units.host_bytes
@@ -189,8 +204,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         alone = self.plan.alone
         self.inner.add_param_group(param_group)
         try:
-            _check_groups(self.inner, self.inner.param_groups[-1:])
-            _device_of(self.inner)
+            check_groups(self.inner, self.inner.param_groups[-1:])
+            device_of(self.inner)
             self.units.adopt()
         except BaseException:
             self.inner.param_groups.pop()
@@ -350,54 +365,3 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"CPUOffloadOptimizer(step_chunk_bytes={self.step_chunk_bytes}, {self.inner!r})"
-
-
-def _check(optimizer: Any, step_chunk_bytes: int | None, elementwise: bool | None) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
-    if isinstance(optimizer, CPUOffloadOptimizer):
-        raise TypeError("optimizer: it is a CPUOffloadOptimizer already")
-    if step_chunk_bytes is not None and (isinstance(step_chunk_bytes, bool) or not isinstance(step_chunk_bytes, int)):
-        raise TypeError(f"step_chunk_bytes: {step_chunk_bytes!r} is not a number of bytes")
-    if step_chunk_bytes is not None and step_chunk_bytes < 1:
-        raise ValueError(f"step_chunk_bytes: {step_chunk_bytes} is not valid; give a positive number of bytes, or None")
-    name = type(optimizer).__name__
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS evaluates its closure in the middle of a step; its state cannot be offloaded")
-    known = isinstance(optimizer, FusedAdam) or type(optimizer) in ELEMENTWISE or muon_layout(optimizer) is not None
-    if elementwise is None and not known:
-        raise ValueError(
-            f"{name}: it is not known whether each parameter's update depends on that parameter alone; pass "
-            "elementwise=True if it does, or elementwise=False to move all of its state in one pass"
-        )
-    if elementwise is False and step_chunk_bytes is not None:
-        raise ValueError(f"{name}: elementwise=False moves all state in one pass; step_chunk_bytes must be None")
-    _check_groups(optimizer, optimizer.param_groups)
-    _device_of(optimizer)
-
-
-def _check_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
-    for number, group in enumerate(groups):
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise ValueError(
-                    f"{type(optimizer).__name__}: {option}=True (group {number}) does not go with state in host "
-                    f"memory; build it with {option}=False"
-                )
-        for i, param in enumerate(group["params"]):
-            if is_quantized(local_of(param)):
-                raise ValueError(
-                    f"parameter {i} of group {number}: {type(local_of(param)).__name__} is quantised as a whole and is "
-                    "not stepped in ranges; keep such parameters in an optimizer of their own, without offload"
-                )
-
-
-def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    """Where the parameters are; ValueError if in several places."""
-    devices = {local_of(p).device for g in optimizer.param_groups for p in g["params"] if isinstance(p, Tensor)}
-    real = {device for device in devices if device.type != "meta"}
-    if len(real) > 1:
-        raise ValueError(
-            f"the parameters are on {', '.join(sorted(map(str, real)))}; use one CPUOffloadOptimizer for each device"
-        )
-    return next(iter(real or devices), torch.device("cpu"))

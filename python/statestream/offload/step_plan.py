@@ -16,14 +16,17 @@ class StepPlan:
     device_bytes: most state on the device at any moment of a step; more than `step_chunk_bytes` where something
         that is stepped whole exceeds it by itself. Of an optimizer that is not FusedAdam, a copy of the parameters
         that are being stepped is part of it.
-    host_bytes, pinned_bytes: host memory that holds state, and how much of it is pinned.
-    chunks: how many pieces a step moves in.
+    host_bytes: host memory that holds state.
+    staging_bytes: host memory that gradients and weights of the host's share pass through.
+    pinned_bytes: how much of both is pinned.
+    chunks: how many pieces the state moves in.
     alone: what exceeds `step_chunk_bytes` by itself, the largest first: the parameter's name, and bytes.
     """
 
     step_chunk_bytes: int | None
     device_bytes: int
     host_bytes: int
+    staging_bytes: int
     pinned_bytes: int
     chunks: int
     alone: tuple[tuple[str, int], ...]
@@ -55,6 +58,7 @@ def plan_of(units: Any) -> StepPlan:
         step_chunk_bytes=store.budget,
         device_bytes=units.device_bytes,
         host_bytes=units.host_bytes,
+        staging_bytes=units.staging_bytes,
         pinned_bytes=units.device.memory.pinned_bytes,
         chunks=len(store.plan.chunks),
         alone=tuple(alone),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from statestream.offload.arena import Arena, Bank
 from statestream.offload.layout import Layout
-from statestream.offload.plan import Plan, Unit, make_plan
+from statestream.offload.plan import Piece, Plan, Unit, make_plan
+from statestream.offload.share import cut_at, device_units, host_chunks
 from statestream.tensors import is_dtensor, local_of
 
 __all__ = ["Entry", "Home", "StateStore", "compact_copy", "largest_shard"]
@@ -53,6 +54,7 @@ class StateStore:
 
     def __init__(self, memory: Any, budget: int | None):
         self.memory, self.budget = memory, budget
+        self.fraction = 0.0
         self.banks: list[Bank] = []
         self.homes: dict[int, Home] = {}
         self._units: list[list[Unit]] = []
@@ -64,12 +66,25 @@ class StateStore:
         """Bytes of host memory."""
         return sum(bank.nbytes for bank in self.banks)
 
+    def share(self, fraction: float) -> None:
+        """From the next step on the host updates `fraction` of the state itself."""
+        if fraction != self.fraction:
+            self.fraction, self._layout = fraction, None
+
     @property
     def layout(self) -> Layout:
+        """How the device's share is streamed."""
         if self._layout is None:
             units = [replace(unit, bank=number) for number, bank in enumerate(self._units) for unit in bank]
-            self._layout = Layout(make_plan(units, self.budget), units, self.banks)
+            shared = device_units(units, cut_at(units, self.fraction))
+            self._layout = Layout(make_plan(shared, self.budget), units, self.banks)
         return self._layout
+
+    def host_chunks(self, grain_bytes: Callable[[Tensor], int], room: int) -> list[tuple[tuple[Piece, int], ...]]:
+        """The host's share, in slots of `room` bytes of which a grain of a parameter takes `grain_bytes(param)`."""
+        units = self.layout.units
+        params = [param for bank in self.banks for param in bank.units]
+        return host_chunks(units, cut_at(units, self.fraction), list(map(grain_bytes, params)), room)
 
     @property
     def plan(self) -> Plan:

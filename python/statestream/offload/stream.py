@@ -99,6 +99,7 @@ class _Flow:
     def run(self) -> Any:
         device, ready = self.device, self.device.record(self.device.compute)
         if self.host is not None:
+            self.host.mark("begin", device.compute)
             self.worker = device.start(self.host.run(ready))
         device.wait(device.load, ready)
         for k, stage in enumerate(self.stages):
@@ -111,6 +112,7 @@ class _Flow:
             self._copy_out(device.store, stage)
             self.stored.append(device.record(device.store))
         if self.host is not None:
+            self.host.mark("device", device.store)
             self.worker.result()
             device.wait(device.compute, self.host.sent[-1])
         if not self.stages:

@@ -10,13 +10,10 @@ The recorder stands between stream.py and the device and hands everything on; no
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 if TYPE_CHECKING:
     from statestream.offload.optimizer import CPUOffloadOptimizer
@@ -55,7 +52,7 @@ class Timeline:
         device = self._units.device
         if isinstance(device, _Recorder):
             raise RuntimeError("this optimizer's steps are being recorded already")
-        self._recorder = self._units.device = _Recorder(device, _clock_for(device))
+        self._recorder = self._units.device = _Recorder(device)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,37 +69,6 @@ class Timeline:
         from statestream.offload.timeline_figure import draw  # loads matplotlib
 
         draw(self.spans, Path(path))
-
-
-# ---- clocks ----
-
-
-class _WallClock:
-    """For a device that has done its work when a call returns."""
-
-    def mark(self, queue: Any) -> float:
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
-
-
-class _CudaClock:
-    def mark(self, queue: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(queue)
-        return event
-
-    def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-
-def _clock_for(device: Any) -> Any:
-    """A device may bring its own, as the tests' simulated ones do: `mark(queue)` and `seconds(begin, end)`."""
-    if hasattr(device, "clock"):
-        return device.clock
-    return _CudaClock() if device.torch_device.type == "cuda" else _WallClock()
 
 
 # ---- the recorder ----
@@ -124,8 +90,8 @@ class _Recorder:
 
     compute, load, store = UPDATE, LOAD, STORE
 
-    def __init__(self, device: Any, clock: Any):
-        self.device, self.clock = device, clock
+    def __init__(self, device: Any):
+        self.device, clock = device, device.clock
         self._events = {LOAD: 0, UPDATE: -1, STORE: 0}
         self._work: dict[tuple[str, int], _Work] = {}
         self._began = clock.mark(device.compute)

@@ -85,6 +85,11 @@ class Units:
         return self.store.nbytes
 
     @property
+    def staging_bytes(self) -> int:
+        """Host memory that gradients and weights of the host's own share pass through."""
+        return 0
+
+    @property
     def device_bytes(self) -> int:
         """Most state on the device at any moment of a step."""
         return self.store.plan.ring_bytes

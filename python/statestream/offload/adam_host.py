@@ -1,0 +1,132 @@
+"""The host's share of a step of FusedAdam: gradients come down, the CPU kernel updates, weights go up."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream import kernels
+from statestream.offload.host_stream import Passage
+from statestream.offload.plan import GRAIN_ELEMENTS, Piece
+from statestream.tensors import flat, is_fake
+
+__all__ = ["SLOTS", "SLOT_BYTES", "AdamOnHost", "grain_bytes"]
+
+SLOTS = 3
+"""One that is filled, one that is updated, one that is emptied."""
+
+SLOT_BYTES = 16 << 20
+"""Large enough that a copy's fixed cost does not show, small enough that what was brought is still in a cache."""
+
+_GRAD_BYTES = 4 * GRAIN_ELEMENTS
+"""Room for a grain of gradients, whatever their dtype."""
+
+Placed = tuple[Piece, int]
+"""A piece, and its offset in the slot: gradients first, weights after them."""
+
+
+def grain_bytes(param: Tensor) -> int:
+    """Bytes of a slot that one grain of the parameter takes."""
+    return _GRAD_BYTES + GRAIN_ELEMENTS * param.element_size()
+
+
+class AdamOnHost:
+    """host_stream.HostStepper beside a flow on the device, with which it shares jobs and the note of what is done.
+
+    `in_place`: the host reads gradients and writes weights where they are, and nothing is copied.
+    """
+
+    def __init__(self, flow: Any, threads: int, in_place: bool):
+        self.flow, self.threads, self.in_place = flow, threads, in_place
+        self.done: set[tuple[int, int]] = set()
+
+    def down(self, chunk: Sequence[Placed]) -> list[Passage]:
+        found = []
+        for piece, at in chunk:
+            job = self.flow.jobs[piece.unit]
+            if (piece.unit, piece.first) in self.done or is_fake(job.local):
+                continue
+            found += _passage(job.grad, job.span(piece), at)
+            if job.reads_weight:
+                found += _passage(job.local, job.span(piece), _weights(piece, at))
+        return found
+
+    def up(self, chunk: Sequence[Placed]) -> list[Passage]:
+        found = []
+        for piece, at in chunk:
+            job = self.flow.jobs[piece.unit]
+            if (piece.unit, piece.first) in self.done and not is_fake(job.local):
+                found += _passage(job.local, job.span(piece), _weights(piece, at))
+        return found
+
+    def step(self, chunk: Sequence[Placed], slot: Tensor | None) -> None:
+        self._update(chunk, slot)
+
+    def begun(self, chunk: Sequence[Placed]) -> bool:
+        return bool(self._rest(chunk))
+
+    def finish(self, chunk: Sequence[Placed], slot: Tensor | None) -> None:
+        self._update(self._rest(chunk), slot)
+
+    def torn(self, chunks: Sequence[Sequence[Placed]], error: BaseException) -> None:
+        self.flow.lose(piece.unit for chunk in chunks for piece, _ in chunk)
+
+    def _rest(self, chunk: Sequence[Placed]) -> list[Placed]:
+        waiting = set(self.flow.rest([piece for piece, _ in chunk]))
+        return [(piece, at) for piece, at in chunk if piece in waiting]
+
+    def _update(self, placed: Iterable[Placed], slot: Tensor | None) -> None:
+        offsets = dict(placed)
+        for pieces in self.flow.calls(offsets):
+            job, rows = self.flow.jobs[pieces[0].unit], array("q")
+            for piece in pieces:
+                rows.extend(self._row(piece, offsets[piece], slot))
+            kernels.adam(
+                torch.device("cpu"),
+                rows,
+                job.formats,
+                job.options,
+                grad_scale=self.flow.grad_scale,
+                advance=False,
+                threads=self.threads,
+            )
+            self.done.update([(p.unit, p.first) for p in pieces])
+            self.flow.note(pieces)
+
+    def _row(self, piece: Piece, at: int, slot: Tensor | None) -> tuple[int, ...]:
+        job = self.flow.jobs[piece.unit]
+        if is_fake(job.local):
+            return ()
+        begin, n = job.span(piece)
+        if self.in_place:
+            weight, grad = flat(job.local)[begin : begin + n], flat(job.grad)[begin : begin + n]
+        else:
+            weight, grad = _in_slot(slot, _weights(piece, at), n, job.local), _in_slot(slot, at, n, job.grad)
+        bank = self.flow.layout.banks[self.flow.layout.units[piece.unit].bank]
+        places = [
+            bank.arenas[kind].block.data_ptr() + bank.start(kind, piece) if size else 0
+            for kind, size in enumerate(job.itemsizes)
+        ]
+        if job.refresh and n:
+            arena = bank.arenas[2]
+            master = arena.block[bank.start(2, piece) :][: 4 * n].view(torch.float32)
+            kernels.refresh_master(weight, master)
+        return self.flow.row(job, n, weight.data_ptr(), grad.data_ptr(), places)
+
+
+def _weights(piece: Piece, at: int) -> int:
+    """Where the weights of a piece begin in the slot."""
+    return at + _GRAD_BYTES * (piece.last - piece.first)
+
+
+def _in_slot(slot: Tensor, at: int, n: int, like: Tensor) -> Tensor:
+    return slot[at : at + n * like.element_size()].view(like.dtype)
+
+
+def _passage(tensor: Tensor, span: tuple[int, int], at: int) -> list[Passage]:
+    (begin, n), size = span, tensor.element_size()
+    return [Passage(flat(tensor).view(torch.uint8), begin * size, at, n * size)] if n else []

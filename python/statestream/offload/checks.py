@@ -1,0 +1,85 @@
+"""What CPUOffloadOptimizer refuses at the door, by name, before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream.fused_adam import FusedAdam
+from statestream.offload.muon_layouts import muon_layout
+from statestream.quantized import is_quantized
+from statestream.tensors import local_of
+
+__all__ = ["ELEMENTWISE", "check_groups", "check_optimizer", "check_share", "device_of"]
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+)
+"""Of torch's optimizers those whose update of an element depends on nothing but that element's history."""
+
+
+def check_optimizer(optimizer: Any, step_chunk_bytes: int | None, elementwise: bool | None) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
+    if step_chunk_bytes is not None and (isinstance(step_chunk_bytes, bool) or not isinstance(step_chunk_bytes, int)):
+        raise TypeError(f"step_chunk_bytes: {step_chunk_bytes!r} is not a number of bytes")
+    if step_chunk_bytes is not None and step_chunk_bytes < 1:
+        raise ValueError(f"step_chunk_bytes: {step_chunk_bytes} is not valid; give a positive number of bytes, or None")
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("LBFGS evaluates its closure in the middle of a step; its state cannot be offloaded")
+    known = isinstance(optimizer, FusedAdam) or type(optimizer) in ELEMENTWISE or muon_layout(optimizer) is not None
+    if elementwise is None and not known:
+        raise ValueError(
+            f"{name}: it is not known whether each parameter's update depends on that parameter alone; pass "
+            "elementwise=True if it does, or elementwise=False to move all of its state in one pass"
+        )
+    if elementwise is False and step_chunk_bytes is not None:
+        raise ValueError(f"{name}: elementwise=False moves all state in one pass; step_chunk_bytes must be None")
+    check_groups(optimizer, optimizer.param_groups)
+    device_of(optimizer)
+
+
+def check_share(optimizer: Any, cpu_fraction: Any, cpu_threads: Any) -> None:
+    is_number = isinstance(cpu_fraction, (int, float)) and not isinstance(cpu_fraction, bool)
+    if cpu_fraction != "auto" and not (is_number and 0.0 <= cpu_fraction <= 1.0):
+        raise ValueError(f'cpu_fraction: {cpu_fraction!r} is not valid; give a number from 0 to 1, or "auto"')
+    if cpu_fraction and not isinstance(optimizer, FusedAdam):
+        raise ValueError(
+            f"cpu_fraction: {cpu_fraction!r} is for FusedAdam, whose update the CPU makes with the same bits; a "
+            f"{type(optimizer).__name__} is streamed as a whole, with cpu_fraction=0"
+        )
+    if cpu_threads is None:
+        return
+    if isinstance(cpu_threads, bool) or not isinstance(cpu_threads, int) or not 1 <= cpu_threads <= 4096:
+        raise ValueError(f"cpu_threads: {cpu_threads!r} is not valid; give a number of threads from 1 to 4096, or None")
+
+
+def check_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    for number, group in enumerate(groups):
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise ValueError(
+                    f"{type(optimizer).__name__}: {option}=True (group {number}) does not go with state in host "
+                    f"memory; build it with {option}=False"
+                )
+        for i, param in enumerate(group["params"]):
+            if is_quantized(local_of(param)):
+                raise ValueError(
+                    f"parameter {i} of group {number}: {type(local_of(param)).__name__} is quantised as a whole and is "
+                    "not stepped in ranges; keep such parameters in an optimizer of their own, without offload"
+                )
+
+
+def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where the parameters are; ValueError if in several places."""
+    devices = {local_of(p).device for g in optimizer.param_groups for p in g["params"] if isinstance(p, Tensor)}
+    real = {device for device in devices if device.type != "meta"}
+    if len(real) > 1:
+        raise ValueError(
+            f"the parameters are on {', '.join(sorted(map(str, real)))}; use one CPUOffloadOptimizer for each device"
+        )
+    return next(iter(real or devices), torch.device("cpu"))

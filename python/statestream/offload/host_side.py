@@ -1,0 +1,93 @@
+"""The host's part in the steps of one optimizer: how large its share is, its slots, its threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from statestream.offload.adam_host import SLOT_BYTES, SLOTS, AdamOnHost, grain_bytes
+from statestream.offload.balance import Balance
+from statestream.offload.host_stream import HostShare
+from statestream.offload.host_threads import host_threads
+from statestream.offload.store import StateStore
+
+__all__ = ["HostSide"]
+
+
+class HostSide:
+    """`cpu_fraction` and `cpu_threads` are CPUOffloadOptimizer's.
+
+    Host memory: SLOTS slots of SLOT_BYTES, of less where all parameters need less, none where they are on the CPU.
+    """
+
+    def __init__(self, store: StateStore, cpu_fraction: float | str, cpu_threads: int | None):
+        self.store, self.threads = store, cpu_threads
+        self._fraction = cpu_fraction
+        self._balance = Balance() if cpu_fraction == "auto" else None
+        self._slots: list[Tensor] = []
+        self._timed: tuple[HostShare, int, int] | None = None
+        self._chunks: tuple[Any, list[Any]] | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory that gradients and weights pass through."""
+        return sum(slot.numel() for slot in self._slots)
+
+    def prepare(self, device: Any) -> None:
+        """Before a step, or when parameters were added: what the last one taught is used, and slots are taken."""
+        self._learn()
+        fraction: Any = self._fraction
+        if self._balance is not None:  # beside parameters on the CPU there is no other side
+            fraction = 1.0 if device.host_reaches_parameters else self._balance.fraction
+        self.store.share(fraction)
+        if fraction and not device.host_reaches_parameters:
+            self._take_slots(device)
+
+    def share_of(self, device: Any, flow: Any) -> HostShare | None:
+        """The host's share of the step whose flow on the device is `flow`; None where it has none."""
+        if not self.store.fraction:
+            return None
+        in_place = device.host_reaches_parameters
+        chunks = [
+            tuple((piece, at) for piece, at in chunk if piece.unit in flow.jobs) for chunk in self._all_chunks(in_place)
+        ]
+        chunks = [chunk for chunk in chunks if chunk]
+        if not chunks:
+            return None
+        stepper = AdamOnHost(flow, host_threads(self.threads), in_place)
+        timed = self._balance is not None and not self._balance.settled and not in_place
+        return HostShare(device, () if in_place else self._slots, chunks, stepper, timed)
+
+    def stepped(self, share: HostShare | None) -> None:
+        """A step of every parameter is done, on the host's side by `share`."""
+        if share is None or not share.timed:
+            return
+        units = self.store.layout.units
+        on_host = sum(
+            units[piece.unit].nbytes // units[piece.unit].grains * (piece.last - piece.first)
+            for chunk in share.chunks
+            for piece, _ in chunk
+        )
+        self._timed = share, sum(chunk.nbytes for chunk in self.store.plan.chunks), on_host
+
+    def _all_chunks(self, in_place: bool) -> list[Any]:
+        layout = self.store.layout
+        if self._chunks is None or self._chunks[0] is not layout:
+            room = SLOT_BYTES if in_place else self._slots[0].numel()
+            self._chunks = layout, self.store.host_chunks(grain_bytes, room)
+        return self._chunks[1]
+
+    def _take_slots(self, device: Any) -> None:
+        grains = [grain_bytes(param) for bank in self.store.banks for param in bank.units]
+        needed = sum(g * unit.grains for g, unit in zip(grains, self.store.layout.units, strict=True))
+        room = max(min(needed, SLOT_BYTES), max(grains, default=1))
+        if not self._slots or self._slots[0].numel() < room:
+            self._slots, self._chunks = [device.memory.block(room) for _ in range(SLOTS)], None
+
+    def _learn(self) -> None:
+        timed, self._timed = self._timed, None
+        if timed is not None:
+            share, on_device, on_host = timed
+            device_seconds, host_seconds = share.seconds()
+            self._balance.learn(on_device, device_seconds, on_host, host_seconds)

@@ -1,0 +1,331 @@
+"""A step that the host shares gives the bits of one that it does not: any share, chunk and number of threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+from helpers.bits import differences, snapshot
+from helpers.modes import FORMS
+from helpers.training import build, train
+from statestream import CPUOffloadOptimizer, FusedAdam, kernels
+from statestream.offload import host_side
+from statestream.offload.device import HostDevice
+
+from .conftest import assert_same_training, make_params, set_grads
+from .conftest import train as train_params
+
+FRACTIONS = [0, 0.25, 0.5, 1, "auto"]
+
+
+class Beyond(HostDevice):
+    """The parameters are on the CPU, and the host's share has to copy all the same, as from a GPU."""
+
+    host_reaches_parameters = False
+
+
+@pytest.fixture(params=["in place", "copied"])
+def where(request, on_device, monkeypatch):
+    """Where the host's share is updated. Slots are so small that there are many chunks."""
+    monkeypatch.setattr(host_side, "SLOT_BYTES", 4_000)
+    if request.param == "copied":
+        on_device(Beyond())
+    return request.param
+
+
+@pytest.mark.parametrize("chunk", [1, 5_000, None])
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_five_steps_are_bit_equal_with_a_save_and_a_load_in_the_middle(form, fraction, chunk, where):
+    plain, shared = build(form), CPUOffloadOptimizer(build(form), chunk, cpu_fraction=fraction)
+    train(plain, range(5))
+    train(shared, range(3))
+    shared.load_state_dict(shared.state_dict())
+    train(shared, range(3, 5))
+    assert not differences(snapshot(plain), snapshot(shared))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 16])
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+def test_any_number_of_threads(threads, fraction, where):
+    def params():
+        return make_params(torch.bfloat16, [(700, 331), (13,), (90_001,)])
+
+    mine, reference = params(), params()
+    plain = FusedAdam(reference, lr=0.1, master_weights=True)
+    shared = CPUOffloadOptimizer(
+        FusedAdam(mine, lr=0.1, master_weights=True), 300_000, cpu_fraction=fraction, cpu_threads=threads
+    )
+    train_params(plain, reference, range(5))
+    train_params(shared, mine, range(5))
+    assert_same_training(mine, shared, reference, plain)
+
+
+def test_torchs_number_of_threads_is_left_alone_and_ours_is_used(monkeypatch, where):
+    used, adam = [], kernels.adam
+
+    def noting(*args, threads=None, **rest):
+        used.append(threads)
+        adam(*args, threads=threads, **rest)
+
+    monkeypatch.setattr(kernels, "adam", noting)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    before = torch.get_num_threads()
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(FusedAdam(params), 5_000, cpu_fraction=1, cpu_threads=3)
+    train_params(optimizer, params, range(2))
+    assert set(used) == {3} and torch.get_num_threads() == before
+
+
+def missing(step):
+    return {0: (), 1: (1, 4), 2: (0,), 3: (0, 1, 2, 3, 4, 5)}.get(step, ())
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1])
+def test_gradients_that_are_missing(fraction, where):
+    params, reference = make_params("mixed"), make_params("mixed")
+    plain = FusedAdam(reference, lr=0.1, master_weights=True)
+    shared = CPUOffloadOptimizer(FusedAdam(params, lr=0.1, master_weights=True), 20_000, cpu_fraction=fraction)
+    train_params(plain, reference, range(6), missing)
+    train_params(shared, params, range(6), missing)
+    assert_same_training(params, shared, reference, plain)
+
+
+def test_weights_that_were_written_since_come_down_once_more(where):
+    """With FP32 masters weights only go up, unless somebody else wrote them."""
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    plain = FusedAdam(reference, lr=0.1, master_weights=True)
+    shared = CPUOffloadOptimizer(FusedAdam(params, lr=0.1, master_weights=True), 3_000, cpu_fraction=0.6)
+    for optimizer, ps in ((plain, reference), (shared, params)):
+        train_params(optimizer, ps, range(2))
+        with torch.no_grad():
+            for p, new in zip(ps, make_params(torch.bfloat16, seed=9), strict=True):
+                p.copy_(new)
+        train_params(optimizer, ps, range(2, 4))
+    assert_same_training(params, shared, reference, plain)
+
+
+def test_layouts_that_are_not_contiguous(where):
+    def params():
+        torch.manual_seed(3)
+        return [
+            torch.nn.Parameter(torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last)),
+            torch.nn.Parameter(torch.randn(40, 30).t()),
+            torch.nn.Parameter(torch.randn(0)),
+            torch.nn.Parameter(torch.randn(601)[1:]),
+        ]
+
+    mine, reference = params(), params()
+    plain = FusedAdam(reference, lr=0.1)
+    shared = CPUOffloadOptimizer(FusedAdam(mine, lr=0.1), 2_000, cpu_fraction=0.7)
+    train_params(plain, reference, range(3))
+    train_params(shared, mine, range(3))
+    assert_same_training(mine, shared, reference, plain)
+
+
+def test_groups_that_are_added_and_parameters_that_are_replaced(where):
+    params, reference = make_params(), make_params()
+    plain = FusedAdam(reference[:3], lr=0.1)
+    shared = CPUOffloadOptimizer(FusedAdam(params[:3], lr=0.1), 20_000, cpu_fraction=0.5)
+    for optimizer, ps in ((plain, reference), (shared, params)):
+        train_params(optimizer, ps[:3], [0])
+        optimizer.add_param_group({"params": ps[3:], "lr": 0.3})
+        train_params(optimizer, ps, [1])
+        ps[0] = optimizer.param_groups[0]["params"][0] = make_params(seed=4)[0]
+        train_params(optimizer, ps, [2, 3])
+    assert_same_training(params, shared, reference, plain)
+
+
+def test_a_scaler_and_a_skipped_step(where):
+    params, reference = make_params(), make_params()
+    plain = FusedAdam(reference, lr=0.1)
+    shared = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 20_000, cpu_fraction=0.5)
+    for optimizer, ps in ((plain, reference), (shared, params)):
+        for step, found in enumerate((0.0, 1.0, 0.0)):
+            set_grads(ps, step)
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(found)
+            optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf
+    assert_same_training(params, shared, reference, plain)
+
+
+def test_in_inference_mode(where):
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    shared, plain = CPUOffloadOptimizer(FusedAdam(params), 3_000, cpu_fraction=0.5), FusedAdam(reference)
+    for optimizer, ps in ((shared, params), (plain, reference)):
+        with torch.inference_mode():
+            train_params(optimizer, ps, [0])
+        train_params(optimizer, ps, [1])
+    assert_same_training(params, shared, reference, plain)
+
+
+# ---- the worker ----
+
+
+def test_the_gil_is_free_while_the_host_computes(on_device):
+    """The main thread counts while one thread of the worker's updates 64 MB."""
+    on_device(Beyond())
+    params = [torch.nn.Parameter(torch.ones(4_000_000))]
+    optimizer = CPUOffloadOptimizer(FusedAdam(params), cpu_fraction=1, cpu_threads=1)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    counted, over = [0], threading.Event()
+
+    def count():
+        while not over.is_set():
+            counted[0] += 1
+            time.sleep(0)
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    began, at = time.perf_counter(), counted[0]
+    optimizer.step()
+    took, during = time.perf_counter() - began, counted[0] - at
+    over.set()
+    counter.join()
+    assert during > 1000 * took, f"{during} counts in {took:.3f} s"
+
+
+def test_no_thread_is_left_after_a_step_and_the_optimizer_can_go(where):
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(FusedAdam(params), 5_000, cpu_fraction=0.5)
+    train_params(optimizer, params, range(2))
+    assert not [t for t in threading.enumerate() if t.name == "statestream host share"]
+    memory = optimizer.units.device.memory
+    del optimizer
+    gc.collect()
+    assert not list(memory._mappings)
+
+
+def test_an_error_in_the_worker_surfaces_once_with_state_intact(where, monkeypatch):
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    plain = FusedAdam(reference, lr=0.1, master_weights=True)
+    shared = CPUOffloadOptimizer(FusedAdam(params, lr=0.1, master_weights=True), 5_000, cpu_fraction=1)
+    train_params(plain, reference, range(2))
+    train_params(shared, params, [0])
+    before = [(p.detach().clone(), {k: v.clone() for k, v in shared.state[p].items()}) for p in params]
+    set_grads(params, 1)
+    grads = [p.grad for p in params]
+
+    def failing(*args, **kwargs):
+        raise ArithmeticError("of the kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "adam", failing)
+        with pytest.raises(ArithmeticError, match="of the kernel"):
+            shared.step()
+    assert all(p.grad is g for p, g in zip(params, grads, strict=True))
+    for p, (weight, state) in zip(params, before, strict=True):
+        assert torch.equal(p, weight) and all(torch.equal(shared.state[p][k], v) for k, v in state.items())
+    shared.step()
+    assert_same_training(params, shared, reference, plain)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.6, 1])
+def test_an_error_at_any_kernel_call_leaves_each_parameter_before_or_after(fraction, where, monkeypatch):
+    """Of either side, and a parameter may be cut between them."""
+    shapes = [(40, 33), (13,), (32, 32), (7,), (600,)]
+
+    def built():
+        params = make_params(torch.bfloat16, shapes)
+        return params, FusedAdam(params, lr=0.1, master_weights=True)
+
+    adam, lock, calls, fail_at = kernels.adam, threading.Lock(), 0, None
+
+    def counted(*args, **kwargs):
+        nonlocal calls
+        with lock:
+            calls += 1
+            if calls - 1 == fail_at:
+                raise ArithmeticError("of the kernel")
+        adam(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, "adam", counted)
+    params, inner = built()
+    optimizer = CPUOffloadOptimizer(inner, 9_000, cpu_fraction=fraction)
+    train_params(optimizer, params, [0])
+    outcomes, of_one_step = set(), calls
+    for number in range(of_one_step):
+        before = [(p.detach().clone(), {k: v.clone() for k, v in optimizer.state[p].items()}) for p in params]
+        others, plain = built()
+        for q, (weight, state) in zip(others, before, strict=True):
+            q.data.copy_(weight)
+            for k, v in state.items():
+                plain.state[q][k].copy_(v)
+        train_params(plain, others, [1 + number])
+        set_grads(params, 1 + number)
+        fail_at = calls + number
+        with pytest.raises(ArithmeticError, match="of the kernel"):
+            optimizer.step()
+        fail_at = None
+        assert not optimizer.units.torn
+        for p, q, (weight, state) in zip(params, others, before, strict=True):
+            mine = (p, *optimizer.state[p].values())
+            is_before = all(map(torch.equal, mine, (weight, *state.values())))
+            assert is_before or all(map(torch.equal, mine, (q, *plain.state[q].values())))
+            outcomes.add(is_before)
+    assert outcomes == {True, False}
+
+
+# ---- what it takes ----
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1])
+def test_the_devices_part_is_smaller_and_the_bound_holds(fraction, on_device):
+    on_device(Beyond())
+    params = make_params(shapes=[(100, 256)])
+    whole = CPUOffloadOptimizer(FusedAdam(make_params(shapes=[(100, 256)])), None).plan
+    plan = CPUOffloadOptimizer(FusedAdam(params), None, cpu_fraction=fraction).plan
+    assert plan.device_bytes == (1 - fraction) * whole.device_bytes
+    assert plan.host_bytes == whole.host_bytes
+    assert CPUOffloadOptimizer(FusedAdam(params), 5_000, cpu_fraction=fraction).plan.device_bytes <= 5_000
+
+
+def test_slots_are_three_and_no_larger_than_needed(on_device):
+    on_device(Beyond())
+    small = CPUOffloadOptimizer(FusedAdam(make_params(torch.bfloat16, [(1000,)])), cpu_fraction=1).plan
+    assert small.staging_bytes == 3 * 1024 * (4 + 2)
+    large = CPUOffloadOptimizer(FusedAdam(make_params(torch.bfloat16, [(4096, 4096)])), cpu_fraction=1).plan
+    assert large.staging_bytes == 3 * (16 << 20)
+    assert CPUOffloadOptimizer(FusedAdam(make_params(torch.bfloat16, [(4096, 4096)]))).plan.staging_bytes == 0
+
+
+def test_beside_parameters_on_the_cpu_there_is_no_staging_and_auto_is_all():
+    optimizer = CPUOffloadOptimizer(FusedAdam(make_params()), 5_000, cpu_fraction="auto")
+    assert optimizer.cpu_fraction == 1.0
+    assert optimizer.plan.staging_bytes == optimizer.plan.device_bytes == 0
+
+
+def test_auto_settles(on_device):
+    on_device(Beyond())
+    params = make_params(shapes=[(300, 256)])
+    optimizer = CPUOffloadOptimizer(FusedAdam(params), 60_000, cpu_fraction="auto")
+    seen = []
+    for step in range(12):
+        train_params(optimizer, params, [step])
+        seen.append(optimizer.cpu_fraction)
+    assert seen[0] == 0.5 and len(set(seen)) > 1, "the share never moved"
+    assert len(set(seen[7:])) == 1, "it never settled"
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, True, None, "half", float("nan")])
+def test_a_share_that_is_none_is_refused(fraction):
+    with pytest.raises(ValueError, match=r"cpu_fraction: .* from 0 to 1"):
+        CPUOffloadOptimizer(FusedAdam(make_params()), cpu_fraction=fraction)
+
+
+@pytest.mark.parametrize("threads", [0, -1, True, 1.5, 5000])
+def test_a_number_of_threads_that_is_none_is_refused(threads):
+    with pytest.raises(ValueError, match=r"cpu_threads: .* from 1 to 4096"):
+        CPUOffloadOptimizer(FusedAdam(make_params()), cpu_fraction=1, cpu_threads=threads)
+
+
+def test_other_optimizers_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"cpu_fraction: 0.5 is for FusedAdam.*AdamW"):
+        CPUOffloadOptimizer(torch.optim.AdamW(make_params()), cpu_fraction=0.5)
