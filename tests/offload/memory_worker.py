@@ -11,6 +11,9 @@ import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream.offload import optimizer as optimizer_module
+from statestream.offload.adam_host import SLOT_BYTES
+from statestream.offload.device import HostDevice
 
 MiB = 1 << 20
 ELEMENTS = 20 * MiB
@@ -34,6 +37,25 @@ def saving_async(state_dict: dict) -> Iterator[None]:
         writing = dcp.async_save({"optimizer": state_dict}, checkpoint_id=directory, no_dist=True)
         yield
         writing.result()
+
+
+class Beyond(HostDevice):
+    """Parameters that the host's share of a step has to copy, as from a GPU."""
+
+    host_reaches_parameters = False
+
+
+def shared(sizes: list[int], dtype: torch.dtype) -> dict[str, int]:
+    """Bytes beyond those at the start, of BF16 moments and FP32 masters that the host steps by itself."""
+    params = [torch.nn.Parameter(torch.ones(n, dtype=dtype)) for n in sizes]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    base = rss()
+    inner = FusedAdam(params, master_weights=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    optimizer = CPUOffloadOptimizer(inner, cpu_fraction=1)
+    for _ in range(2):
+        optimizer.step()
+    return {"steady": rss() - base, "staging": optimizer.plan.staging_bytes, "slots": 3 * SLOT_BYTES}
 
 
 def life(make: Callable, sizes: list[int], snapshot: bool) -> dict[str, int]:
@@ -69,6 +91,10 @@ def main() -> None:
     for name, make in CASES.items():
         life(make, [9, 9], True)  # what is loaded and started once
         found[name] = {"snapshot": life(make, sizes, True), "live": life(make, sizes, False)}
+    optimizer_module.device_for = lambda _: Beyond()
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        shared([9, 9], dtype)
+        found[f"shared_{name}"] = shared(sizes, dtype)
     print(json.dumps(found))
 
 

@@ -202,6 +202,15 @@ def test_host_memory_follows_the_formula(name, stored, exported, converted, live
     assert lives[name]["snapshot"]["async_saved"] == near(s + e)
 
 
+@pytest.mark.parametrize(("name", "stored"), [("shared_bf16", 8), ("shared_fp32", 4)])
+def test_host_memory_of_a_step_on_the_host_follows_the_formula(name, stored, lives):
+    """The state as it is stored (BF16 moments 4 bytes an element, a BF16 weight's FP32 master 4), and three slots."""
+    found = lives[name]
+    assert found["staging"] == found["slots"] == 48 * MiB
+    expected = stored * lives["elements"] + found["staging"]
+    assert found["steady"] == pytest.approx(expected, rel=0.05)
+
+
 # ---- the seam ----
 
 

@@ -290,6 +290,8 @@ def test_slots_are_three_and_no_larger_than_needed(on_device):
     assert small.staging_bytes == 3 * 1024 * (4 + 2)
     large = CPUOffloadOptimizer(FusedAdam(make_params(torch.bfloat16, [(4096, 4096)])), cpu_fraction=1).plan
     assert large.staging_bytes == 3 * (16 << 20)
+    optimizer = CPUOffloadOptimizer(FusedAdam(make_params(torch.bfloat16, [(1000,)])), cpu_fraction=1)
+    assert optimizer.memory_report().host["staging"] == small.staging_bytes
     assert CPUOffloadOptimizer(FusedAdam(make_params(torch.bfloat16, [(4096, 4096)]))).plan.staging_bytes == 0
 
 

@@ -157,3 +157,22 @@ def test_an_error_in_a_step_ends_the_recording_too(on_device):
     assert optimizer.units.device is device
     device.fails = False
     optimizer.step()
+
+
+def test_the_hosts_share_is_recorded_too(on_device, tmp_path):
+    class Beyond(HostDevice):
+        host_reaches_parameters = False
+
+    on_device(Beyond())
+    params = make_params(torch.bfloat16)
+    optimizer = CPUOffloadOptimizer(MAKERS["fused_adam"](params), BUDGET, cpu_fraction=0.5)
+    train(optimizer, params, [0])
+    with Timeline(optimizer) as timeline:
+        train(optimizer, params, [1])
+    moved = {what: sum(s.nbytes for s in timeline.spans if s.what == what) for what in ("gradients down", "weights up")}
+    whole = sum(p.numel() * 2 for p in params)
+    assert moved["gradients down"] == moved["weights up"] == pytest.approx(whole / 2, abs=1024)
+    loads = sum(s.nbytes for s in timeline.spans if s.what == "load")
+    assert loads == pytest.approx(optimizer.host_state_bytes / 2, abs=256 * 10)
+    timeline.save_png(tmp_path / "step.png")
+    assert type(optimizer.units.device) is Beyond

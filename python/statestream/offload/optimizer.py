@@ -330,6 +330,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         arenas: dict[str, int] = {}
         for arena in (arena for bank in self.units.store.banks for arena in bank.arenas):
             arenas[arena.kind] = arenas.get(arena.kind, 0) + arena.nbytes
+        if self.units.staging_bytes:
+            arenas["staging"] = self.units.staging_bytes
         return report_of(
             self.units.params(),
             {} if self.units.store.banks else self.inner.state,

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Span", "Timeline"]
 
 LOAD, UPDATE, STORE = "load", "update", "store"
+DOWN, UP = "gradients down", "weights up"
+"""Of the host's own share of a step, whose chunks are numbered by themselves."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Span:
 class Timeline:
     """Records the steps of a CPUOffloadOptimizer that are made inside its context; `spans` is there afterwards.
 
-    On a GPU the times are those of CUDA events on the three streams, on the CPU those of a clock, where nothing
+    On a GPU the times are those of CUDA events on the streams, on the CPU those of a clock, where nothing
     overlaps. Recording costs two events a copy and a launch. Leaving the context waits for the last store.
     """
 
@@ -88,11 +90,12 @@ class _Recorder:
     chunks. The compute queue has one event before the first chunk.
     """
 
-    compute, load, store = UPDATE, LOAD, STORE
+    compute, load, store, down, up = UPDATE, LOAD, STORE, DOWN, UP
 
     def __init__(self, device: Any):
         self.device, clock = device, device.clock
-        self._events = {LOAD: 0, UPDATE: -1, STORE: 0}
+        self._events = {LOAD: 0, UPDATE: -1, STORE: 0, DOWN: 0, UP: 0}
+        self._queues = {LOAD: "load", UPDATE: "compute", STORE: "store", DOWN: "down", UP: "up"}
         self._work: dict[tuple[str, int], _Work] = {}
         self._began = clock.mark(device.compute)
 
@@ -121,7 +124,7 @@ class _Recorder:
             yield
 
     def _real(self, queue: str) -> Any:
-        return {LOAD: self.device.load, UPDATE: self.device.compute, STORE: self.device.store}[queue]
+        return getattr(self.device, self._queues[queue])
 
     @contextlib.contextmanager
     def _marked(self, queue: str, nbytes: int = 0) -> Iterator[None]:
