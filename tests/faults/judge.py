@@ -44,7 +44,10 @@ class Judge:
 
 _PYTHON = sys.executable
 _CPU_MODULE = (_PYTHON, "setup.py", "-q", "build_ext", "--inplace")
-PTX = Judge(("tests/ptx/test_kernels.py", "tests/ptx/test_launcher.py"), (_PYTHON, "-m", "tests.ptx.build"))
+PTX = Judge(
+    tuple(f"tests/ptx/test_{what}.py" for what in ("kernels", "launcher", "generic")),
+    (_PYTHON, "-m", "tests.ptx.build"),
+)
 NUMBERS = Judge(
     tuple(f"tests/numbers/test_{what}.py" for what in ("written_contract", "storage_rounding", "remainders")),
     of_the_cpu=True,

@@ -12,6 +12,9 @@ KERNEL = "csrc/cuda/adam_kernel.cuh"
 FORMATS = "csrc/cuda/vectors.cuh"
 LAUNCHER = "csrc/cuda/adam.cu"
 CONVERT = "csrc/cuda/convert.cu"
+GENERIC_KERNEL = "csrc/cuda/generic_kernel.cuh"
+ELEMENTS = "csrc/cuda/elements.cuh"
+TABLE = "csrc/tensor_table.h"
 RULE = "csrc/adam_rule.h"
 NUMBERS = "csrc/number_formats.h"
 
@@ -137,5 +140,48 @@ PLANTED = [
     _fault("quotient of zero", (NUMBERS, "return a == 0.0f ? __fmul_rn(quotient, a) : quotient;", "return quotient;")),
     _fault(
         "weights that round to their master overwritten", (CONVERT, "x[k] = differs ? w[k] : x[k];", "x[k] = w[k];")
+    ),
+    _fault(
+        "scale of a short last block lost",
+        (
+            GENERIC_KERNEL,
+            "scale_of(e.exp_avg_scale, block), words);",
+            "count == kVector ? scale_of(e.exp_avg_scale, block) : scale_of(e.exp_avg_scale, 0), words);",
+        ),
+    ),
+    _fault(
+        "largest of half a warp",
+        (
+            ELEMENTS,
+            "scale_bits<Payload>(__reduce_max_sync(kAllLanes, largest), kRoot)",
+            "scale_bits<Payload>(__reduce_max_sync(threadIdx.x & 16 ? 0xffff0000u : 0xffffu, largest), kRoot)",
+        ),
+    ),
+    _fault(
+        "lanes without elements leave their warp",
+        (GENERIC_KERNEL, "const float scale1 =", "if (count == 0) return; const float scale1 ="),
+    ),
+    _fault("scale read by every lane", (ELEMENTS, "lane == 0 ? *scale : 0.0f", "*scale")),
+    _fault(
+        "random bits of another tensor",
+        (GENERIC_KERNEL, "(uint32_t)e.ordinal, tensor, step)", "(uint32_t)e.ordinal, kExpAvgBits, step)"),
+    ),
+    _fault(
+        "random bits of the step before",
+        (GENERIC_KERNEL, "*row.device_step : row.step;", "*row.device_step : row.step - 1;"),
+    ),
+    _fault(
+        "random bits of a captured step",
+        (GENERIC_KERNEL, "row.device_scalars ? *row.device_step : row.step;", "row.step;"),
+    ),
+    _fault("random group of 32 bits", (GENERIC_KERNEL, "uint64_t number = 0;", "uint32_t number = 0;")),
+    _fault(
+        "levels of the index map swapped",
+        (TABLE, "if (++c->inner != (uint64_t)row.size1) return;", "if (++c->inner != (uint64_t)row.size0) return;"),
+        (TABLE, "if (++c->middle != (uint64_t)row.size0) return;", "if (++c->middle != (uint64_t)row.size1) return;"),
+    ),
+    _fault(
+        "second moment rounded to zero",
+        (ELEMENTS, "if (kRoot) payload |= (uint32_t)((payload == 0) & (x[k] != 0.0f));", ""),
     ),
 ]
