@@ -91,7 +91,11 @@ class Gatherer {
     if (!read(param, &p) || !read(grad, &g) || !PyDict_Check(state)) return false;
     if (!is_contiguous(p) || !same_shape_contiguous_and_place(p, g)) return false;
     TableFormats f{format_of(p), format_of(g), expected_.exp_avg, expected_.exp_avg_sq, kNone};
-    if (f.param != kFloat32) f.master = expected_.master;
+    // Remainders are of bfloat16 parameters; a float16 one has a whole master in their place.
+    if (f.param == kFloat16 && expected_.master == kRemainder)
+      f.master = kFloat32;
+    else if (f.param != kFloat32)
+      f.master = expected_.master;
     if (!is_number(f.param) || !is_number(f.grad)) return false;
     if (numel_of(p) == 1 && (is_negated(param) || is_negated(grad))) return false;
     if (!read_state(state, exp_avg_, p, f.exp_avg, &m) || !read_state(state, exp_avg_sq_, p, f.exp_avg_sq, &v))
@@ -146,7 +150,7 @@ class Gatherer {
     return negated.ptr() == Py_True;
   }
 
-  static bool is_number(int32_t format) { return format == kFloat32 || format == kBFloat16; }
+  static bool is_number(int32_t format) { return format == kFloat32 || format == kBFloat16 || format == kFloat16; }
 
   bool step_place_is_right(const DlTensor &step, const DlTensor &param) const {
     if (!expected_.step_on_device) return step.device_type == kDlCpu;

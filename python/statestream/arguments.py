@@ -11,11 +11,12 @@ from torch import Tensor
 
 from statestream.tensors import is_fake
 
-__all__ = ["as_bytes", "as_dtype", "as_number", "check_group_options", "check_param"]
+__all__ = ["as_bytes", "as_dtype", "as_number", "check_grad_dtype", "check_group_options", "check_param"]
 
-PARAM_DTYPES = (torch.float32, torch.bfloat16)
-MOMENT_DTYPES = (torch.float32, torch.bfloat16)
-MASTER_DTYPES = (torch.float32,)
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GRAD_DTYPES = PARAM_DTYPES
+MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
+MASTER_DTYPES = (torch.float32, torch.float16)
 
 _SHORT_NAMES = {
     "fp32": torch.float32,
@@ -24,13 +25,14 @@ _SHORT_NAMES = {
     "fp16": torch.float16,
     "half": torch.float16,
     "fp8": torch.uint8,
+    "float8_e4m3fn": torch.uint8,
 }
 
 
 def as_dtype(name: str, value: torch.dtype | str, supported: tuple[torch.dtype, ...]) -> torch.dtype:
     """`value` as one of the supported dtypes; strings as config files hold them: "torch.bfloat16",
-    "bfloat16", "bf16"."""
-    dtype: Any = value
+    "bfloat16", "bf16". FP8 is E4M3, in the peer's spelling torch.uint8."""
+    dtype: Any = torch.uint8 if value is torch.float8_e4m3fn else value
     if isinstance(value, str):
         plain = value.strip().lower().removeprefix("torch.")
         dtype = _SHORT_NAMES.get(plain, getattr(torch, plain, None))
@@ -85,6 +87,12 @@ def check_param(param: Tensor, name: str) -> None:
         raise ValueError(f"{name}: a lazily negated view cannot be updated; give resolve_neg() of it")
     if param.dtype not in PARAM_DTYPES:
         raise ValueError(f"{name}: parameters of {param.dtype} are not supported; use {_join(PARAM_DTYPES)}")
+
+
+def check_grad_dtype(grad: Tensor, name: str) -> None:
+    """Raises for gradients that no kernel reads."""
+    if grad.dtype not in GRAD_DTYPES:
+        raise ValueError(f"{name}: gradients of {grad.dtype} are not supported; use {_join(GRAD_DTYPES)}")
 
 
 def _is_number(value: Any) -> bool:

@@ -7,60 +7,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream import kernels
-from statestream.moments import STEP, StateFormat
 from statestream.pinned import host_tensors
 from statestream.sharding import around
-from statestream.tensors import flat, is_fake, local_of
+from statestream.stored import Stored
+from statestream.tensors import is_fake, local_of
 from statestream.transfer import Exporter
 
-__all__ = ["export_on_device", "export_to_host", "taken_by_export", "unscaled"]
+__all__ = ["export_on_device", "export_to_host", "taken_by_export"]
 
 
-def export_on_device(states: list[dict[str, Any]], form: StateFormat) -> list[dict[str, Any]]:
+def export_on_device(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each state as FP32 on its own device: what is FP32 already is the live tensor itself, as it is in
     Transformer Engine's export. Device memory: 4 bytes an element of every state that is not FP32."""
     return [
-        {name: unscaled(value, form) if name != STEP else value for name, value in state.items()} for state in states
+        {name: _on_device(value) if isinstance(value, Stored) else value for name, value in state.items()}
+        for state in states
     ]
 
 
-def unscaled(state: Tensor, form: StateFormat) -> Tensor:
-    """A state as its exported dtype: itself, or a new tensor on its device."""
-    if not isinstance(state, Tensor) or state.dtype is form.exported_dtype(state.dtype):
-        return state
-    local = local_of(state)
-    out = torch.empty_like(local, dtype=torch.float32)
-    if local.numel():
-        kernels.decode(flat(local), flat(out))
-    return around(out, state)
+def _on_device(state: Stored) -> Tensor:
+    return state.tensor if state.is_as_exported else around(state.values(), state.tensor)
 
 
-def export_to_host(
-    states: list[dict[str, Any]], form: StateFormat, staging_bytes: int
-) -> tuple[list[dict[str, Any]], int]:
+def export_to_host(states: list[dict[str, Any]], staging_bytes: int) -> tuple[list[dict[str, Any]], int]:
     """A snapshot of each state in host memory (pinned where the state is on a GPU), values FP32; and the bytes of
     device memory that its staging took.
 
     A DTensor comes back as a DTensor on the same mesh, with the same placements, shape and stride, and a
     local tensor in host memory. Device memory: `staging_bytes`, freed on return, however large the state.
     """
-    entries = [
-        (value, value.dtype if name == STEP else form.exported_dtype(value.dtype))
-        for state in states
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-    ]
-    hosts = iter(_host_tensors([local_of(value) for value, _ in entries], [dtype for _, dtype in entries]))
+    entries = [v for state in states for v in state.values() if isinstance(v, (Stored, Tensor))]
+    dtypes = [entry.exported if isinstance(entry, Stored) else entry.dtype for entry in entries]
+    hosts = iter(_host_tensors([_stored(entry).local for entry in entries], dtypes))
     exported = []
     with Exporter(staging_bytes) as exporter:
         for state in states:
             copies: dict[str, Any] = {}
             for name, value in state.items():
-                if isinstance(value, Tensor):
-                    host = next(hosts)
-                    exporter.copy(local_of(value), host)
-                    value = around(host, value)
+                if isinstance(value, (Stored, Tensor)):
+                    stored, host = _stored(value), next(hosts)
+                    exporter.copy(stored, host)
+                    value = around(host, stored.tensor)
                 copies[name] = value
             exported.append(copies)
         staging = exporter.staging_taken
@@ -77,6 +64,10 @@ def taken_by_export(states: list[dict[str, Any]], exported: list[dict[str, Any]]
                 nbytes = local.numel() * local.element_size()
                 device, host = (device, host + nbytes) if local.device.type == "cpu" else (device + nbytes, host)
     return device, host
+
+
+def _stored(value: Stored | Tensor) -> Stored:
+    return value if isinstance(value, Stored) else Stored(value)
 
 
 def _host_tensors(states: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:

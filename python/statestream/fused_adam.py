@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from statestream.arguments import (
     check_group_options,
     check_param,
 )
-from statestream.export import export_on_device, export_to_host, taken_by_export, unscaled
+from statestream.export import export_on_device, export_to_host, taken_by_export
 from statestream.kernels import AdamOptions
 from statestream.memory import MemoryReport, report_of
 from statestream.moments import MASTER, STEP, StateFormat
 from statestream.promised_state import PromisedState
+from statestream.rounding import Rounding
 from statestream.scaling import count_on_device, device_scalars, scaling_of
 from statestream.sharding import local_share
 from statestream.state_dict import (
@@ -37,7 +38,9 @@ from statestream.state_dict import (
     take_apart,
     update_group,
 )
+from statestream.state_keeper import StateKeeper
 from statestream.step_table import Call, StepTable
+from statestream.stored import Stored
 from statestream.tensors import is_dtensor, local_of
 from statestream.transfer import LEAST_STAGING_BYTES, Loader
 
@@ -52,8 +55,8 @@ class FusedAdam(torch.optim.Optimizer):
     the state is stored in; the same bits on CPU and CUDA, for any number of threads and any sharding.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs or group dicts; float32 or bfloat16, dense, or quantised ones
-            such as Transformer Engine's (``dequantize(dtype=)`` and ``quantize_(values)``), which need
+        params: parameters, ``(name, parameter)`` pairs or group dicts; float32, bfloat16 or float16, dense, or
+            quantised ones such as Transformer Engine's (``dequantize(dtype=)`` and ``quantize_(values)``), which need
             master_weights=True: their FP32 masters are updated, and then quantised.
         lr: learning rate, a number or a tensor of one element (copied, one for each group).
         betas, eps, weight_decay: as in ``torch.optim.AdamW``. Note that weight_decay defaults to 0.
@@ -61,29 +64,36 @@ class FusedAdam(torch.optim.Optimizer):
         bias_correction: divide the moments by ``1 - beta**step``.
         adam_w_mode: True: weight decay on the weight (AdamW); False: added to the gradient (Adam, L2).
         capturable: lr and step counters are tensors on the parameter's device, for CUDA graphs.
-        master_weights: keep FP32 masters of bfloat16 parameters. Without, BF16 weights are updated in
+        master_weights: keep masters of bfloat16 and float16 parameters. Without, weights are updated in
             place and updates below half a unit in their last place are lost.
-        master_weight_dtype: torch.float32.
-        exp_avg_dtype, exp_avg_sq_dtype: how the moments are stored: torch.float32 or torch.bfloat16, also
-            as a string ("torch.bfloat16", "bf16").
+        master_weight_dtype: torch.float32, or torch.float16 in blocks with scales.
+        exp_avg_dtype, exp_avg_sq_dtype: how the moments are stored: torch.float32, torch.bfloat16, torch.float16 or
+            FP8 (torch.float8_e4m3fn, in the peer's spelling torch.uint8), also as a string ("torch.bfloat16", "bf16",
+            "fp8"). Of the last two each block of 256 elements has a float32 scale, kept beside `state`.
         use_decoupled_grad: read ``param.decoupled_grad`` instead of ``param.grad``; it may have another
             dtype than the parameter.
         store_param_remainders: instead of FP32 masters store the 16 bits that a BF16 weight lacks; 2
-            bytes an element less. Needs master_weights=True. Quantised parameters keep FP32 masters.
+            bytes an element less. Needs master_weights=True. Float16 and quantised parameters keep FP32 masters.
         set_grad_none: deprecated; pass set_to_none to zero_grad.
         state_dict_cpu_offload: ``state_dict()`` makes FP32 copies in host memory, one state after
             another, needing `export_staging_bytes` of device memory rather than 8 bytes an element.
         export_staging_bytes: device memory of an export or a load, in bytes; freed after each.
         maximize: ascend instead of descend.
+        stochastic_rounding: round for storage by random bits, so that small updates count on average. True: all that
+            is stored with fewer bits than it has, moments and BF16 parameters without masters; or names of it:
+            "exp_avg", "exp_avg_sq", "param". A scaled exp_avg_sq always is rounded so.
+        seed: of those bits, 64 of them. They hang on nothing else but the parameter's position over all groups, its
+            step and the element's index in the whole tensor: not on the sharding, the device or a restart. No part of
+            a checkpoint: give the same again.
 
     Raises:
-        ValueError: an argument is out of range, or a dtype is not supported.
+        ValueError: an argument is out of range, or a dtype is not supported, or is not rounded as asked.
         RuntimeError: amsgrad, capturable with remainders, sparse gradients, quantised parameters without masters or
             with capturable.
 
     State of parameter p, ``optimizer.state[p]``, made when first read: ``exp_avg``, ``exp_avg_sq`` and
     perhaps ``master_param`` (shaped and sharded as p), and ``step`` (0-dim float32, counts p's updates).
-    ``state_dict()`` holds the moments and FP32 masters as float32, remainders as int16.
+    ``state_dict()`` holds moments and masters as float32, remainders as int16, and no scales.
     """
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and leaves grads alone
@@ -113,6 +123,8 @@ class FusedAdam(torch.optim.Optimizer):
         state_dict_cpu_offload: bool = False,
         export_staging_bytes: int = 64 * 1024 * 1024,
         maximize: bool = False,
+        stochastic_rounding: bool | Sequence[str] = False,
+        seed: int = 0,
     ):
         if store_param_remainders and not master_weights:
             raise ValueError("store_param_remainders=True needs master_weights=True")
@@ -122,11 +134,18 @@ class FusedAdam(torch.optim.Optimizer):
             exp_avg=as_dtype("exp_avg_dtype", exp_avg_dtype, MOMENT_DTYPES),
             exp_avg_sq=as_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, MOMENT_DTYPES),
             master_weights=bool(master_weights),
+            master=as_dtype("master_weight_dtype", master_weight_dtype, MASTER_DTYPES),
             remainders=bool(store_param_remainders),
             step_on_device=bool(capturable),
         )
+        if store_param_remainders and self.form.master is not torch.float32:
+            raise ValueError(
+                f"store_param_remainders=True keeps the rest of FP32 masters; master_weight_dtype={self.form.master} "
+                "has none"
+            )
+        self.rounding = Rounding.checked(stochastic_rounding, seed, self.form)
         self.exp_avg_dtype, self.exp_avg_sq_dtype = self.form.exp_avg, self.form.exp_avg_sq
-        self.master_weight_dtype = as_dtype("master_weight_dtype", master_weight_dtype, MASTER_DTYPES)
+        self.master_weight_dtype = self.form.master
         self.master_weights = bool(master_weights)
         self.store_param_remainders = bool(store_param_remainders)
         self.adam_w_mode = bool(adam_w_mode)
@@ -159,7 +178,8 @@ class FusedAdam(torch.optim.Optimizer):
         }
         check_group_options(defaults)
         self._members: set[int] = set()
-        self._table = StepTable(self.form)
+        self._keeper = StateKeeper(self.form)
+        self._table = StepTable(self._keeper, self.rounding)
         super().__init__(params, defaults)
         self.state = PromisedState(self._make_state)
 
@@ -181,7 +201,9 @@ class FusedAdam(torch.optim.Optimizer):
             if isinstance(param, Tensor):
                 check_param(param, f"parameter {i} of group {number}")
                 with torch.no_grad():
-                    self.form.check(local_of(param), f"parameter {i} of group {number}")
+                    local = local_of(param)
+                    self.form.check(local, f"parameter {i} of group {number}")
+                    self.rounding.check(local, f"parameter {i} of group {number}")
                 devices.add(param.device)
         if len(devices) > 1:
             raise ValueError(
@@ -205,7 +227,7 @@ class FusedAdam(torch.optim.Optimizer):
             if id(param) not in self._members:
                 return None
         with torch.no_grad():
-            return self.form.make(param)
+            return self._keeper.make(param)
 
     def _params(self) -> Iterable[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
@@ -231,7 +253,11 @@ class FusedAdam(torch.optim.Optimizer):
         grad_scale, found_inf = scaling_of(self, scaler)
         if not self.capturable and found_inf is not None and as_number(found_inf):
             return loss
-        plan = [(group, self._options(group), self._calls(i)) for i, group in enumerate(self.param_groups)]
+        before = accumulate((len(group["params"]) for group in self.param_groups), initial=0)
+        plan = [
+            (group, self._options(group), self._calls(i, first))
+            for i, (group, first) in enumerate(zip(self.param_groups, before, strict=False))
+        ]
         read_there = [
             device_scalars(group, calls[0].device, grad_scale, found_inf) if self.capturable and calls else None
             for group, _, calls in plan
@@ -239,11 +265,21 @@ class FusedAdam(torch.optim.Optimizer):
         for (group, options, calls), scalars in zip(plan, read_there, strict=True):
             for call in calls:
                 self._table.refresh(call, self.state)
-                if self.capturable:
-                    kernels.adam(call.device, call.rows, call.formats, options, scalars=scalars)
-                else:
-                    divisor = 1.0 if grad_scale is None else as_number(grad_scale)
-                    kernels.adam(call.device, call.rows, call.formats, options, grad_scale=divisor)
+                if call.counters:
+                    where = call.device if self.capturable else torch.device("cpu")
+                    kernels.advance_steps(where, call.counters, None if scalars is None else scalars.found_inf)
+                kernels.adam(
+                    call.device,
+                    call.rows,
+                    call.formats,
+                    options,
+                    grad_scale=1.0 if self.capturable or grad_scale is None else as_number(grad_scale),
+                    advance=not call.counters,
+                    scalars=scalars,
+                    extras=call.extras,
+                    seed=self.rounding.seed,
+                    stochastic=call.stochastic,
+                )
                 self._table.updated(call)
             if self.capturable:
                 count_on_device(group, found_inf)
@@ -265,7 +301,7 @@ class FusedAdam(torch.optim.Optimizer):
             maximize=bool(group["maximize"]),
         )
 
-    def _calls(self, number: int) -> list[Call]:
+    def _calls(self, number: int, first_ordinal: int) -> list[Call]:
         group = self.param_groups[number]
         names = group.get("param_names")
 
@@ -273,7 +309,7 @@ class FusedAdam(torch.optim.Optimizer):
             return f"'{names[i]}'" if names else f"parameter {i} of group {number}"
 
         grad_name = "decoupled_grad" if self.use_decoupled_grad else "grad"
-        return self._table.calls(group["params"], self.state, grad_name, name_of)
+        return self._table.calls(group["params"], self.state, grad_name, name_of, first_ordinal)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As in torch; with use_decoupled_grad it clears ``decoupled_grad``."""
@@ -295,15 +331,15 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_masters(self) -> None:
-        """Brings FP32 masters back to weights that were written through ``.data``, which leaves no
+        """Brings masters back to weights that were written through ``.data``, which leaves no
         trace; every other write is noticed by the next step itself. Where a master still rounds to its
         weight it stays."""
         for param in self._params():
             state = self.state.made(param)
             master = None if state is None else state.get(MASTER)
-            if master is not None and master.dtype is torch.float32:
-                self.form.follow(param, state)
-                self._table.rederive(local_of(param), local_of(state[MASTER]))
+            if master is not None and master.dtype is not torch.int16:
+                self._keeper.follow(param, state)
+                self._table.rederive(local_of(param), self._keeper.stored(param, MASTER, state[MASTER]))
                 self._table.remember(param)
 
     # ---- checkpoints ----
@@ -325,12 +361,12 @@ class FusedAdam(torch.optim.Optimizer):
             for p, i in zip(g["params"], packed["params"], strict=True)
         }
         kept = [param for param in params if param in self.state]
-        states = [self.state[param] for param in kept]
+        stored = [self._keeper.all_stored(param, self.state[param]) for param in kept]
         if self.state_dict_cpu_offload:
-            exported, staging = export_to_host(states, self.form, self.export_staging_bytes)
+            exported, staging = export_to_host(stored, self.export_staging_bytes)
         else:
-            exported, staging = export_on_device(states, self.form), 0
-        self._exported = taken_by_export(states, exported, staging)
+            exported, staging = export_on_device(stored), 0
+        self._exported = taken_by_export([self.state[param] for param in kept], exported, staging)
         packed_state: dict[Any, Any] = {index[id(p)]: s for p, s in zip(kept, exported, strict=True)}
         other = {k: v for k, v in self.state.items() if not isinstance(k, Tensor)}
         packed_state.update(copy.deepcopy(other) if self.state_dict_cpu_offload else other)
@@ -347,10 +383,11 @@ class FusedAdam(torch.optim.Optimizer):
         members = {id(p) for p in self._params()}
         for key in [k for k in self.state if isinstance(k, Tensor) and id(k) not in members]:
             del self.state[key]
+            self._keeper.forget(key)
             self._table.forget(key)
         for param in self._params():
             if param.requires_grad or param in self.state:
-                self.form.follow(param, self.state[param])
+                self._keeper.follow(param, self.state[param])
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -390,14 +427,15 @@ class FusedAdam(torch.optim.Optimizer):
         self._table.forget(load.param)
         if load.values is None:
             self.state.pop(load.param, None)
+            self._keeper.forget(load.param)
             return
         state = self.state[load.param]
-        self.form.follow(load.param, state)
+        self._keeper.follow(load.param, state)
         state[STEP].fill_(load.step)
         for name, values in load.values.items():
-            loader.copy(values, local_of(state[name]))
+            loader.copy(values, self._keeper.stored(load.param, name, state[name]))
         if MASTER in state and MASTER not in load.values:
-            self.form.reset_master(load.param, state)
+            self._keeper.reset_master(load.param, state)
 
     @torch.no_grad()
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
@@ -405,8 +443,8 @@ class FusedAdam(torch.optim.Optimizer):
 
         With `skip_unscale` also a state that is stored as bfloat16 is the live tensor.
         """
-        state = local_of(self._state_named(param, state_name))
-        return state if skip_unscale and state.dtype is torch.bfloat16 else unscaled(state, self.form)
+        state = self._state_named(param, state_name)
+        return state.local if skip_unscale and state.local.dtype is torch.bfloat16 else state.values()
 
     @torch.no_grad()
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
@@ -414,12 +452,11 @@ class FusedAdam(torch.optim.Optimizer):
 
         `unscaled_state` is shaped as the parameter; for a DTensor also as its local part, a plain tensor.
         """
-        state = local_of(self._state_named(param, state_name))
-        wanted = self.form.exported_dtype(state.dtype)
-        values = unscaled_state.detach()
+        state = self._state_named(param, state_name)
+        wanted, values = state.exported, unscaled_state.detach()
         if values.shape == param.shape and values.dtype is wanted:
             values = local_share(values, param, state_name, "this parameter")
-        elif values.shape != state.shape or values.dtype is not wanted or is_dtensor(values):
+        elif values.shape != state.local.shape or values.dtype is not wanted or is_dtensor(values):
             raise ValueError(
                 f"{state_name}: expected {wanted} of shape {tuple(param.shape)}, found {values.dtype} "
                 f"of {tuple(values.shape)}"
@@ -427,12 +464,13 @@ class FusedAdam(torch.optim.Optimizer):
         with Loader(self.export_staging_bytes) as loader:
             loader.copy(values, state)
 
-    def _state_named(self, param: Tensor, name: str) -> Tensor:
+    def _state_named(self, param: Tensor, name: str) -> Stored:
         state = self.state[param]
         if name not in state or name == STEP:
             has = ", ".join(sorted(state.keys() - {STEP}))
             raise ValueError(f"state_name: {name!r} is not a state of this parameter; it has {has}")
-        return state[name]
+        self._keeper.follow(param, state)
+        return self._keeper.stored(param, name, state[name])
 
     # ---- memory ----
 
@@ -442,7 +480,7 @@ class FusedAdam(torch.optim.Optimizer):
         is not counted, nor made. A step here takes no device memory of its own."""
         return report_of(
             self._params(),
-            {param: self.state.made(param) for param in self._params()},
+            {param: self._keeper.with_scales(param, self.state.made(param)) for param in self._params()},
             "decoupled_grad" if self.use_decoupled_grad else "grad",
             step_device=0 if self._stepped else None,
             exported=self._exported,
@@ -463,6 +501,6 @@ class FusedAdam(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._members = set()
-        self._table = StepTable(self.form)
+        self._table = StepTable(self._keeper, self.rounding)
         if isinstance(self.state, PromisedState):
             self.state.make = self._make_state

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from statestream.tensors import is_dtensor, is_fake, local_of
 
-__all__ = ["around", "local_share", "placed_as"]
+__all__ = ["around", "local_ranges", "local_share", "placed_as"]
 
 Range = tuple[int, int]
 """First index along a dimension, and one past the last."""
@@ -88,20 +88,33 @@ def _check_same_sharding(value: Tensor, param: Tensor, name: str, label: str) ->
         )
 
 
-def _share_of_full(value: Tensor, param: Tensor, name: str, label: str) -> Tensor:
+def local_ranges(param: Tensor, name: str = "parameter") -> list[list[Range]]:
+    """The indices of the whole tensor that this rank has, along each dimension: the local tensor holds their product in
+    order. All of them for a plain tensor, none on a rank that the mesh leaves out.
+
+    Raises ValueError, naming `name`, for a placement of which that is not known.
+    """
+    ranges: list[list[Range]] = [[(0, size)] for size in param.shape]
+    if not is_dtensor(param):
+        return ranges
     mesh = param.device_mesh
     coordinate = mesh.get_coordinate()
-    if coordinate is None:  # a rank that the mesh leaves out has an empty local tensor
-        return value.new_empty(local_of(param).shape)
-    ranges: list[list[Range]] = [[(0, size)] for size in value.shape]
+    if coordinate is None:
+        return [[(0, 0)] for _ in param.shape]
     for mesh_dim, placement in enumerate(param.placements):
         if placement.is_replicate():
             continue
         dim, pieces = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
         if dim is None:
-            raise ValueError(f"{name} of {label}: the share of a full tensor is not known for placement {placement}")
+            raise ValueError(f"{name}: the share of a full tensor is not known for placement {placement}")
         ranges[dim] = _shard(ranges[dim], mesh.size(mesh_dim), coordinate[mesh_dim], pieces)
-    for dim, kept in enumerate(ranges):
+    return ranges
+
+
+def _share_of_full(value: Tensor, param: Tensor, name: str, label: str) -> Tensor:
+    if param.device_mesh.get_coordinate() is None:  # a rank that the mesh leaves out has an empty local tensor
+        return value.new_empty(local_of(param).shape)
+    for dim, kept in enumerate(local_ranges(param, f"{name} of {label}")):
         parts = [value.narrow(dim, begin, end - begin) for begin, end in kept]
         # Joined in host memory: a device may have no room for it.
         value = parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts], dim)

@@ -16,23 +16,36 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from statestream import kernels
-from statestream.arguments import check_param
+from statestream.arguments import check_grad_dtype, check_param
+from statestream.global_index import runs_of
 from statestream.kernels import Formats
-from statestream.moments import MASTER, STEP, StateFormat
+from statestream.moments import MASTER, MOMENTS, STEP
 from statestream.quantized import is_quantized, rederive_master, requantize
+from statestream.rounding import Rounding
+from statestream.row_extras import WHOLE, scale_address
+from statestream.rows import add_rows, has_scales, runs_for
 from statestream.sharding import placed_as
+from statestream.state_keeper import StateKeeper
+from statestream.stored import Stored
 from statestream.tensors import address_of, copy_version, is_dense, local_of, same_layout
 
 __all__ = ["Call", "StepTable"]
 
 
+KINDS = (*MOMENTS, MASTER)
+
+
 @dataclass
 class Call:
-    """One kernel call: rows on one device with the same formats."""
+    """One kernel call: rows on one device with the same formats, and `extras` where they need some."""
 
     device: torch.device
     formats: Formats
     rows: array = field(default_factory=lambda: array("q"))
+    extras: array | None = None
+    stochastic: int = 0
+    counters: list[Tensor] = field(default_factory=list)
+    """Of parameters that are several rows each: to be advanced before the call, which then advances none."""
     params: list[Tensor] = field(default_factory=list)
     keep: list[Tensor] = field(default_factory=list)
     """Gradients copied into the parameter's layout, alive until the kernel has run."""
@@ -53,14 +66,14 @@ class _Seen:
 class StepTable:
     """Gathers calls, and remembers what each parameter looked like after the last step.
 
-    A parameter with an FP32 master that was written since (a loaded model, an edit under no_grad) is
+    A parameter with a master that was written since (a loaded model, an edit under no_grad) is
     brought back together with its master first: where they no longer round to each other, the parameter
     wins. A quantised parameter is no tensor that a kernel could update: its FP32 master is the row's
     parameter, and what the kernel leaves there is quantised.
     """
 
-    def __init__(self, form: StateFormat):
-        self.form = form
+    def __init__(self, keeper: StateKeeper, rounding: Rounding):
+        self.keeper, self.rounding = keeper, rounding
         self._seen: dict[int, _Seen] = {}
 
     def calls(
@@ -69,52 +82,70 @@ class StepTable:
         state: dict[Tensor, dict[str, Any]],
         grad_name: str,
         name_of: Callable[[int], str],
+        first_ordinal: int,
     ) -> list[Call]:
         """The kernel calls that update `params`, without running them.
 
         Parameters whose gradient (the attribute `grad_name`) is None are left out. Each is taken once,
-        however often it is listed.
+        however often it is listed. The random bits of params[i] are those of parameter `first_ordinal` + i.
         """
-        form = self.form
-        found, left = kernels.gather(
-            params,
-            grad_name,
-            state,
-            exp_avg=form.exp_avg,
-            exp_avg_sq=form.exp_avg_sq,
-            master=form.master_dtype,
-            step_on_device=form.step_on_device,
-        )
-        calls = {
-            (device, formats): Call(device, formats, rows, [params[i] for i in indices])
-            for device, formats, rows, indices in found
-        }
+        form = self.keeper.form
+        calls: dict[Any, Call] = {}
+        if form.has_scales:  # which gather does not look at
+            left = list({id(p): i for i, p in reversed(list(enumerate(params)))}.values())
+            left = [i for i in sorted(left) if getattr(params[i], grad_name, None) is not None]
+        else:
+            found, left = kernels.gather(
+                params,
+                grad_name,
+                state,
+                exp_avg=form.exp_avg,
+                exp_avg_sq=form.exp_avg_sq,
+                master=form.master_dtype,
+                step_on_device=form.step_on_device,
+            )
+            for device, formats, rows, indices in found:
+                members = [params[i] for i in indices]
+                call = Call(device, formats, rows, params=members, stochastic=self.rounding.of(formats))
+                if call.stochastic:
+                    self._add_extras(call, [first_ordinal + i for i in indices])
+                calls[device, formats, False] = call
         for i in left:
-            self._add(calls, params[i], state, getattr(params[i], grad_name), name_of(i))
-        if len({device for device, _ in calls}) > 1:
-            first, second = list(dict.fromkeys(device for device, _ in calls))[:2]
+            self._add(calls, params[i], state, getattr(params[i], grad_name), name_of(i), first_ordinal + i)
+        devices = list(dict.fromkeys(call.device for call in calls.values()))
+        if len(devices) > 1:
             raise ValueError(
-                f"the group of {name_of(0)} has parameters on {first} and on {second}; "
+                f"the group of {name_of(0)} has parameters on {devices[0]} and on {devices[1]}; "
                 "give the parameters of each device a group of their own"
             )
         return list(calls.values())
 
+    @staticmethod
+    def _add_extras(call: Call, ordinals: list[int]) -> None:
+        """Of rows whose elements are in the order of the whole, and that have no scales."""
+        call.extras = array("q")
+        for ordinal in ordinals:
+            call.extras.extend((0, 0, 0, ordinal, 0, *WHOLE, 0))
+
     def _add(
         self,
-        calls: dict[tuple[torch.device, Formats], Call],
+        calls: dict[Any, Call],
         param: Tensor,
         state: dict[Tensor, dict[str, Any]],
         grad: Tensor,
         name: str,
+        ordinal: int,
     ) -> None:
         local = local_of(param)
         check_param(local, name)
-        self.form.check(local, name)
+        self.keeper.form.check(local, name)
+        self.rounding.check(local, name)
         grad = self.checked_grad(param, local, grad, name)
         tensors = state[param]
-        self.form.follow(param, tensors)
-        exp_avg, exp_avg_sq = local_of(tensors["exp_avg"]), local_of(tensors["exp_avg_sq"])
-        master = None if MASTER not in tensors else local_of(tensors[MASTER])
+        self.keeper.follow(param, tensors)
+        stored = {key: self.keeper.stored(param, key, tensors[key]) for key in KINDS if key in tensors}
+        exp_avg, exp_avg_sq = stored["exp_avg"].local, stored["exp_avg_sq"].local
+        master = stored[MASTER].local if MASTER in stored else None
         target = local
         if is_quantized(local):
             target, master = master, None
@@ -125,27 +156,42 @@ class StepTable:
             kernels.state_format_of(exp_avg_sq),
             kernels.NONE if master is None else kernels.state_format_of(master),
         )
-        call = calls.setdefault((local.device, formats), Call(local.device, formats))
-        call.rows.extend(kernels.row(target, grad, exp_avg, exp_avg_sq, master, tensors[STEP]))
+        row = kernels.row(target, grad, exp_avg, exp_avg_sq, master, tensors[STEP])
+        stochastic = self.rounding.of(formats)
+        needs_extras = bool(stochastic) or has_scales(formats)
+        runs = runs_for(formats, runs_of(param)) if needs_extras else ()
+        in_rows = needs_extras and len(runs) != 1
+        call = calls.setdefault((local.device, formats, in_rows), Call(local.device, formats, stochastic=stochastic))
         call.params.append(param)
         call.keep.append(grad)
         if target is not local:
             call.quantized.append((param, target))
+        if in_rows:
+            call.counters.append(tensors[STEP])
+        if not row:  # tensors without data
+            return
+        if not needs_extras:
+            call.rows.extend(row)
+            return
+        if call.extras is None:
+            call.extras = array("q")
+        scales = tuple(_scale_address(stored.get(kind), local.numel()) for kind in KINDS)
+        add_rows(call.rows, call.extras, row, formats, ordinal=ordinal, first=0, runs=runs, scales=scales)
 
     def refresh(self, call: Call, state: dict[Tensor, dict[str, Any]]) -> None:
-        """Brings the call's FP32 masters back to parameters that were written since the last step."""
+        """Brings the call's masters back to parameters that were written since the last step."""
         for param in self._followed(call):
             local = local_of(param)
             if self.was_written(param, local):
-                self.rederive(local, local_of(state[param][MASTER]))
+                self.rederive(local, self.keeper.stored(param, MASTER, state[param][MASTER]))
 
     @staticmethod
-    def rederive(local: Tensor, master: Tensor) -> None:
-        """Where the FP32 master does not round to the parameter, the parameter's value replaces it."""
+    def rederive(local: Tensor, master: Stored) -> None:
+        """Where the master does not round to the parameter, the parameter's value replaces it."""
         if is_quantized(local):
-            rederive_master(local, master)
+            rederive_master(local, master.local)
         else:
-            kernels.refresh_master(local, master)
+            kernels.refresh_master(local, master.local, scale=master.scale)
 
     def updated(self, call: Call) -> None:
         """Quantises the masters that kernels wrote, and says that the parameters were written: autograd is told, and
@@ -161,8 +207,10 @@ class StepTable:
 
     @staticmethod
     def _followed(call: Call) -> list[Tensor]:
-        """Parameters with an FP32 master beside them."""
-        return call.params if call.formats.master == kernels.FLOAT32 else [param for param, _ in call.quantized]
+        """Parameters with a master beside them."""
+        if call.formats.master in (kernels.FLOAT32, kernels.SCALED_FLOAT16):
+            return call.params
+        return [param for param, _ in call.quantized]
 
     def remember(self, param: Tensor) -> None:
         local = local_of(param)
@@ -205,10 +253,7 @@ class StepTable:
                 raise ValueError(
                     f"{name}: {what} of class {type(tensor).__name__} are not supported; use dense tensors"
                 )
-        if grad.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"{name}: gradients of {grad.dtype} are not supported; use torch.float32 or torch.bfloat16"
-            )
+        check_grad_dtype(grad, name)
         if grad.device != local.device or grad.shape != local.shape:
             raise ValueError(
                 f"{name}: local gradient {tuple(grad.shape)} on {grad.device}, local parameter "
@@ -217,3 +262,9 @@ class StepTable:
         if same_layout(grad, local):
             return grad
         return torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=local.device).copy_(grad)
+
+
+def _scale_address(stored: Stored | None, numel: int) -> int:
+    if stored is None or stored.scale is None:
+        return 0
+    return scale_address("scale", stored.scale, 0, numel)

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream import kernels
+from statestream.row_extras import SCALE_BLOCK
+from statestream.stored import Stored
 from statestream.tensors import flat, is_fake, same_layout
 
 __all__ = ["LEAST_STAGING_BYTES", "Exporter", "Loader"]
 
 _FP32_BYTES = 4
-_BLOCK = 256
-"""Elements of a scaled format's block: slices begin on its edges."""
-LEAST_STAGING_BYTES = 2 * _BLOCK * _FP32_BYTES
-"""Two halves of one block."""
+LEAST_STAGING_BYTES = 2 * SCALE_BLOCK * _FP32_BYTES
+"""Two halves of one block: slices begin on the edges of the blocks that share a scale."""
 
 
 COMPUTE, COPY = "compute", "copy"
@@ -84,7 +83,7 @@ class _Staging:
     """Two halves of at most `nbytes` in all on one device, each free again after an event."""
 
     def __init__(self, device: torch.device, nbytes: int):
-        self.half_elements = half = nbytes // 2 // _FP32_BYTES // _BLOCK * _BLOCK
+        self.half_elements = half = nbytes // 2 // _FP32_BYTES // SCALE_BLOCK * SCALE_BLOCK
         buffer = torch.empty(2 * half, dtype=torch.float32, device=device)
         self.halves = (buffer[:half], buffer[half:])
         self.nbytes = 2 * half * _FP32_BYTES
@@ -148,53 +147,54 @@ class _Transfer:
 
 
 class Exporter(_Transfer):
-    """Copies local state tensors to host tensors, which are filled when the context is left."""
+    """Copies local states to host tensors, which are filled when the context is left."""
 
-    def copy(self, state: Tensor, host: Tensor) -> None:
-        """`host` has the state's layout, and dtype float32, or the state's own."""
-        if state.numel() == 0:
+    def copy(self, state: Stored, host: Tensor) -> None:
+        """`host` has the state's layout, and dtype float32, or the state's own where that is how it is exported."""
+        source, target = state.local, flat(host)
+        if source.numel() == 0:
             return
-        source, target = flat(state), flat(host)
         self.queued_on(source)
         if source.dtype is target.dtype:
-            target.copy_(source, non_blocking=True)
+            target.copy_(flat(source), non_blocking=True)
         elif source.device == target.device:
-            kernels.decode(source, target)
+            state.decode(target)
         else:
-            self._through_staging(source, target)
+            self._through_staging(state, target)
 
-    def _through_staging(self, source: Tensor, target: Tensor) -> None:
+    def _through_staging(self, state: Stored, target: Tensor) -> None:
         def decode(begin: int, end: int, half: Tensor) -> None:
-            kernels.decode(source[begin:end], half)
+            state.decode(half, begin)
 
         def send(begin: int, end: int, half: Tensor) -> None:
             target[begin:end].copy_(half, non_blocking=True)
 
-        self.staging(source.device).pass_through(source.numel(), (COMPUTE, decode), (COPY, send))
+        self.staging(state.local.device).pass_through(target.numel(), (COMPUTE, decode), (COPY, send))
 
 
 class Loader(_Transfer):
-    """Writes values into local state tensors in place. The values must stay until the context is left."""
+    """Writes values into local states in place. The values must stay until the context is left."""
 
-    def copy(self, values: Tensor, state: Tensor) -> None:
+    def copy(self, values: Tensor, state: Stored) -> None:
         """`values` has the state's shape, any strides and device, and any real dtype (int16 for remainders)."""
-        if state.numel() == 0:
+        local = state.local
+        if local.numel() == 0:
             return
-        target = flat(state)
-        self.queued_on(target)
+        self.queued_on(local)
         self.queued_on(values)
-        if not same_layout(values, state):
-            self._through_staging(_in_memory_order(values, state), target)
-        elif values.dtype is state.dtype:
-            target.copy_(flat(values), non_blocking=True)
-        elif values.device == state.device and values.dtype is torch.float32:
-            kernels.encode(flat(values), target)
+        if not same_layout(values, local):
+            self._through_staging(_in_memory_order(values, local), state)
+        elif values.dtype is local.dtype and state.scale is None:
+            flat(local).copy_(flat(values), non_blocking=True)
+        elif values.device == local.device and values.dtype is torch.float32:
+            state.encode(flat(values))
         else:
-            self._through_staging(flat(values), target)
+            self._through_staging(flat(values), state)
 
-    def _through_staging(self, source: Tensor, target: Tensor) -> None:
-        """`source` holds the elements of the flat `target` in row-major order of its own shape."""
-        if source.dtype is target.dtype:
+    def _through_staging(self, source: Tensor, state: Stored) -> None:
+        """`source` holds the elements of the state, in its memory's order, in row-major order of its own shape."""
+        target = flat(state.local)
+        if source.dtype is target.dtype and state.scale is None:
             # Nothing to convert: no staging, and int16 could not go through FP32.
             most = self.staging_bytes // 2 // target.element_size()
             for begin in range(0, target.numel(), most):
@@ -205,7 +205,7 @@ class Loader(_Transfer):
             _gather(source, begin, half)
 
         def encode(begin: int, end: int, half: Tensor) -> None:
-            kernels.encode(half, target[begin:end])
+            state.encode(half, begin)
 
         crosses = COMPUTE if source.device == target.device else COPY
         self.staging(target.device).pass_through(target.numel(), (crosses, fetch), (COMPUTE, encode))

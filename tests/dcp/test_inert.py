@@ -53,9 +53,9 @@ def test_getting_the_state_of_a_fresh_optimizer_changes_nothing(form, flat, live
         assert {name: set(held) for name, held in state["state"].items()} == dict.fromkeys(TRAINED, names)
         values = {f"{p}.{name}": v for p, held in state["state"].items() for name, v in held.items()}
     for name, value in values.items():
-        if name.endswith("master_param") and form.master == "fp32":
+        if name.endswith("master_param") and value.dtype is torch.float32:
             param = model.get_parameter(name.removeprefix("state.").removesuffix(".master_param"))
-            assert same_bits(value, param.detach().float())
+            assert same_bits(value, param.detach().float())  # in blocks of these sizes FP16 holds a weight's every bit
         else:
             assert not value.any(), name
     if live_grads:

@@ -31,7 +31,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from .conversions import remainders_that_ranks_saved_become_the_masters_of_their_weights
 from .layouts import LAYOUTS, plain, share
 from .processes import Claim
-from .runs import MODES, check_against_uninterrupted, feed, load, optimizer_of, start, train
+from .runs import MODES, WITH_SCALES, check_against_uninterrupted, feed, load, optimizer_of, start, train
+from .small_states import a_run_of_small_states_resumes_bit_equal_on_as_many_ranks
 
 __all__ = ["CLAIMS", "ON_TWO"]
 
@@ -432,6 +433,11 @@ CLAIMS: dict[str, Claim] = dict(
         _named(a_checkpoint_without_counts_of_parameters_is_read_from_the_groups),
         _named(remainders_that_ranks_saved_become_the_masters_of_their_weights, "fsdp", "columns"),
         _named(remainders_that_ranks_saved_become_the_masters_of_their_weights, "tp_fsdp", "fsdp"),
+        *(
+            _named(a_run_of_small_states_resumes_bit_equal_on_as_many_ranks, layout, mode)
+            for layout in ("fsdp", "columns", "tp_fsdp", "left_out")
+            for mode in WITH_SCALES
+        ),
         _named(the_code_of_the_documentation_runs),
         _named(a_trained_model_with_tied_weights_resumes_with_equal_losses),
     ]

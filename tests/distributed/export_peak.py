@@ -46,14 +46,15 @@ class Model(torch.nn.Module):
             self.register_parameter(f"weight{i}", torch.nn.Parameter(param))
 
 
-def build(shapes: Sequence[Shape], staging_bytes: int, offload: bool = True) -> tuple[Model, FusedAdam]:
-    """A model and an optimizer with FP32 masters and BF16 moments, stepped once so that all state is there."""
+def build(
+    shapes: Sequence[Shape], staging_bytes: int, offload: bool = True, **formats: object
+) -> tuple[Model, FusedAdam]:
+    """A model and an optimizer with FP32 masters and BF16 moments (or other `formats`), stepped once so that all state
+    is there."""
     model = Model(shapes)
     optimizer = FusedAdam(
         model.parameters(),
-        master_weights=True,
-        exp_avg_dtype="bf16",
-        exp_avg_sq_dtype="bf16",
+        **{"master_weights": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", **formats},
         state_dict_cpu_offload=offload,
         export_staging_bytes=staging_bytes,
     )
@@ -108,14 +109,18 @@ class Peak:
 
 
 def peaks(
-    shapes: Sequence[Shape], staging_bytes: int, offload: bool = True, paths: Iterable[str] = BOUNDED
+    shapes: Sequence[Shape],
+    staging_bytes: int,
+    offload: bool = True,
+    paths: Iterable[str] = BOUNDED,
+    **formats: object,
 ) -> dict[str, Peak]:
     """What each path takes with the option on (`offload`) or off. To be called inside `fake_cuda_world`."""
     found = {}
     gc.freeze()  # so that a collection looks at what is made here alone
     try:
         with LiveBytes() as live:
-            model, optimizer = build(shapes, staging_bytes, offload)
+            model, optimizer = build(shapes, staging_bytes, offload, **formats)
             for path in paths:
                 run = PATHS[path](model, optimizer)
                 gc.collect()

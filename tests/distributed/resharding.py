@@ -17,16 +17,20 @@ __all__ = ["CHECKPOINTS", "FEW", "loads", "name_of", "saves"]
 Checkpoint = tuple[str, str, str]
 """Layout, way of saving, mode of the optimizer."""
 
-# Each way of saving under plain FSDP2, each mode too, and every other layout in the first way.
+# Each way of saving under plain FSDP2, each mode too, and every other layout in the first way. Random bits on rows, on
+# columns, on both at once: a shard's rows are no multiple of a group of eight.
 CHECKPOINTS: list[Checkpoint] = [
     *(("fsdp", way, mode) for way in WAYS for mode in MODES if way == "flat" or mode == "bf16 + masters"),
     *((layout, "flat", "bf16 + masters") for layout in LAYOUTS if layout != "fsdp"),
+    *((layout, "flat", "bf16 by random bits") for layout in LAYOUTS if layout not in ("fsdp", "hsdp")),
 ]
 FEW: list[Checkpoint] = [
     ("fsdp", "flat", "bf16 + remainders"),
     ("fsdp", "full", "bf16 + masters"),
     ("tp_fsdp", "flat", "bf16 + masters"),
     ("left_out", "flat", "bf16 + masters"),
+    ("columns", "flat", "bf16 by random bits"),
+    ("tp_fsdp", "flat", "bf16 by random bits"),
 ]
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "STEPS_AFTER",
     "STEPS_BEFORE",
     "WAYS",
+    "WITH_SCALES",
     "check_against_uninterrupted",
     "feed",
     "load",
@@ -44,7 +45,20 @@ MODES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 + masters": (torch.bfloat16, {"master_weights": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
     "fp32": (torch.float32, {}),
     "bf16 + remainders": (torch.bfloat16, {"master_weights": True, "store_param_remainders": True}),
+    "bf16 by random bits": (
+        torch.bfloat16,
+        {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "stochastic_rounding": True, "seed": 3},
+    ),
 }
+"""Bits do not hang on the sharding."""
+WITH_SCALES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "bf16 + fp8": (torch.bfloat16, {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8", "stochastic_rounding": True}),
+    "fp16 + fp16 masters": (
+        torch.float16,
+        {"master_weights": True, "master_weight_dtype": "fp16", "exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"},
+    ),
+}
+"""Elements of a block share a scale, and blocks are those of a shard."""
 
 WAYS = ("flat", "nested", "async thread", "async shared memory", "full")
 
@@ -56,7 +70,8 @@ def optimizer_of(model: nn.Module, mode: str, **more: Any) -> FusedAdam:
         {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in params if p.dim() == 1], "lr": 3e-3},
     ]
-    options = {"lr": 1e-2, "state_dict_cpu_offload": True, "export_staging_bytes": 2048} | MODES[mode][1] | more
+    of_mode = (MODES | WITH_SCALES)[mode][1]
+    options = {"lr": 1e-2, "state_dict_cpu_offload": True, "export_staging_bytes": 2048} | of_mode | more
     return FusedAdam(groups, **options)
 
 
@@ -86,7 +101,7 @@ def train(model: nn.Module, optimizer: FusedAdam, first: int, steps: int) -> Non
 
 
 def start(layout: str, mode: str, seed: int = 0, **more: Any) -> tuple[nn.Module, FusedAdam]:
-    model = distributed(layout, MODES[mode][0], seed)
+    model = distributed(layout, (MODES | WITH_SCALES)[mode][0], seed)
     return model, optimizer_of(model, mode, **more)
 
 

@@ -77,12 +77,20 @@ def test_large_mixture_of_experts_exports_within_the_staging_budget():
         assert_bounded(peaks(shapes, staging, paths=["state_dict", "get, flat, cpu_offload", "set, flat"]), staging)
 
 
+@pytest.mark.parametrize("masters", ["fp32", "fp16"])
+def test_states_in_blocks_with_scales_take_no_more(masters):
+    with fake_cuda_world() as mesh:
+        shapes = dense(mesh, 1 << 20, 2)
+        formats = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16", "master_weight_dtype": masters}
+        assert_bounded(peaks(shapes, STAGING, **formats), STAGING)
+
+
 def test_a_planted_full_size_temporary_breaks_the_bound(monkeypatch):
     through_staging = transfer.Exporter._through_staging
 
-    def through_a_temporary(self, source, target):
-        whole = torch.empty(source.shape, dtype=torch.float32, device=source.device)
-        through_staging(self, source, target)
+    def through_a_temporary(self, state, target):
+        whole = torch.empty(state.local.shape, dtype=torch.float32, device=state.local.device)
+        through_staging(self, state, target)
         del whole
 
     with fake_cuda_world() as mesh:

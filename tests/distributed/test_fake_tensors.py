@@ -14,6 +14,9 @@ MODES = [
     {"master_weights": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "state_dict_cpu_offload": True},
     {"master_weights": True, "store_param_remainders": True, "state_dict_cpu_offload": True},
     {"master_weights": True, "capturable": True, "state_dict_cpu_offload": True},
+    {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16", "state_dict_cpu_offload": True},
+    {"master_weights": True, "master_weight_dtype": "fp16", "exp_avg_dtype": "fp8", "capturable": True},
+    {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8", "stochastic_rounding": True},
 ]
 
 

@@ -14,6 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from statestream import transfer
+from statestream.row_extras import scale_count
+from statestream.stored import Stored
 from statestream.transfer import Exporter, Loader
 
 BYTES = 4096  # two halves of 512 elements
@@ -72,28 +74,41 @@ def late(monkeypatch, seed: int, forget=None) -> None:
     monkeypatch.setattr(transfer, "_queues_for", lambda buffer: LateQueues(seed, buffer, forget))
 
 
-def states(dtype=torch.bfloat16) -> list[torch.Tensor]:
+def values_of_sizes() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(n, generator=generator).to(dtype) for n in SIZES]
+    return [torch.randn(n, generator=generator) for n in SIZES]
 
 
-def export(sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    hosts = [torch.full((source.numel(),), torch.inf) for source in sources]
+def empty_state(like: torch.Tensor, dtype: torch.dtype) -> Stored:
+    scaled = dtype in (torch.float16, torch.uint8)
+    scale = torch.full((scale_count(like.numel()),), torch.nan) if scaled else None
+    return Stored(torch.empty_like(like, dtype=dtype).fill_(126), scale, root=dtype is torch.uint8)
+
+
+def stored(values: torch.Tensor, dtype: torch.dtype) -> Stored:
+    """As one call stores it: of blocks with scales of their own, a slice of another length would have others."""
+    state = empty_state(values, dtype)
+    state.encode(values.abs() if state.root else values)
+    return state
+
+
+def export(sources: list[Stored]) -> list[torch.Tensor]:
+    hosts = [torch.full((source.local.numel(),), torch.inf) for source in sources]
     with Exporter(BYTES) as exporter:
         for source, host in zip(sources, hosts, strict=True):
             exporter._through_staging(source, host)
     return hosts
 
 
-def load(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    targets = [torch.full(value.shape, torch.inf, dtype=torch.bfloat16) for value in values]
+def load(values: list[torch.Tensor], dtype: torch.dtype) -> list[Stored]:
+    targets = [empty_state(value, dtype) for value in values]
     with Loader(BYTES) as loader:
         for value, target in zip(values, targets, strict=True):
             loader._through_staging(value, target)
     return targets
 
 
-def load_across(monkeypatch, values: list[torch.Tensor]) -> list[torch.Tensor]:
+def load_across(monkeypatch, values: list[torch.Tensor], dtype: torch.dtype) -> list[Stored]:
     """As a load from the host to a GPU, whose copies are the other queue's."""
     through = transfer._Staging.pass_through
 
@@ -101,22 +116,30 @@ def load_across(monkeypatch, values: list[torch.Tensor]) -> list[torch.Tensor]:
         through(self, n, (transfer.COPY, fill[1]), empty)
 
     monkeypatch.setattr(transfer._Staging, "pass_through", crossing)
-    return load(values)
+    return load(values, dtype)
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_an_export_is_right_in_every_order(monkeypatch, seed):
+each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8], ids=str)
+
+
+@each_dtype
+@pytest.mark.parametrize("seed", range(100))
+def test_an_export_is_right_in_every_order(monkeypatch, seed, dtype):
     late(monkeypatch, seed)
-    for host, source in zip(export(states()), states(), strict=True):
-        assert torch.equal(host, source.float())
+    sources = [stored(values, dtype) for values in values_of_sizes()]
+    for host, source in zip(export(sources), sources, strict=True):
+        assert torch.equal(host, source.values())
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_a_load_is_right_in_every_order(monkeypatch, seed):
+@each_dtype
+@pytest.mark.parametrize("seed", range(100))
+def test_a_load_is_right_in_every_order(monkeypatch, seed, dtype):
     late(monkeypatch, seed)
-    values = states(torch.float32)
-    for target, value in zip(load_across(monkeypatch, values), values, strict=True):
-        assert torch.equal(target, value.bfloat16())
+    values = [v.abs() for v in values_of_sizes()]
+    for target, value in zip(load_across(monkeypatch, values, dtype), values, strict=True):
+        whole = stored(value, dtype)
+        assert torch.equal(target.local, whole.local)
+        assert whole.scale is None or torch.equal(target.scale, whole.scale)
 
 
 @pytest.mark.parametrize("direction", ["export", "load"])
@@ -124,14 +147,15 @@ def test_a_load_is_right_in_every_order(monkeypatch, seed):
 def test_each_wait_is_needed(monkeypatch, direction, queue):
     """The control: with one queue's waits forgotten some order gives wrong values."""
     wrong = 0
+    values = values_of_sizes()
+    expected = [value.bfloat16().float() for value in values]
     for seed in range(40):
         with monkeypatch.context() as patch:
             late(patch, seed, forget=lambda waiting, event: waiting == queue)
             if direction == "export":
-                found, expected = export(states()), [source.float() for source in states()]
+                found = export([stored(value, torch.bfloat16) for value in values])
             else:
-                values = states(torch.float32)
-                found, expected = load_across(patch, values), [value.bfloat16() for value in values]
+                found = [state.local.float() for state in load_across(patch, values, torch.bfloat16)]
         wrong += not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert wrong > 0
 
@@ -166,16 +190,16 @@ def test_a_load_puts_each_element_at_its_index_whatever_the_strides_on_either_si
     values = values.to(dtype)
     order = [d for d in order if d < values.dim()]
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    for stored in (torch.float32, torch.bfloat16):
-        state = torch.empty([values.shape[d] for d in order], dtype=stored).permute(inverse)
+    for dtype_of_state in (torch.float32, torch.bfloat16):
+        state = torch.empty([values.shape[d] for d in order], dtype=dtype_of_state).permute(inverse)
         with Loader(transfer.LEAST_STAGING_BYTES) as loader:
-            loader.copy(values, state)
-        assert torch.equal(state, values.float().to(stored))
+            loader.copy(values, Stored(state))
+        assert torch.equal(state, values.float().to(dtype_of_state))
 
 
 def test_a_load_of_remainders_keeps_all_bits_through_other_strides():
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).reshape(256, 256)
     state = torch.empty(256, 256, dtype=torch.int16)
     with Loader(transfer.LEAST_STAGING_BYTES) as loader:
-        loader.copy(bits.t(), state)
+        loader.copy(bits.t(), Stored(state))
     assert torch.equal(state, bits.t())

@@ -21,7 +21,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Copies of all that a run consists of: parameters, state as stored, counters, group settings.
+    """Copies of all that a run consists of: parameters, state as stored, scales, counters, group settings.
 
     Reads state of parameters that have some; does not bring state into being.
     """
@@ -35,7 +35,15 @@ def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             found[f"group {g} param {p}"] = _copy(param)
             for name, value in (states.get(param) or {}).items():
                 found[f"group {g} param {p} {name}"] = _copy(value)
+            for name, value in _scales(optimizer, param).items():
+                found[f"group {g} param {p} scales of {name}"] = _copy(value)
     return found
+
+
+def _scales(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
+    optimizer = getattr(optimizer, "inner", optimizer)
+    keeper = getattr(optimizer, "_keeper", None)
+    return {} if keeper is None else keeper.scales.get(param, {})
 
 
 def differences(a: dict[str, Any], b: dict[str, Any], *, ignoring: tuple[str, ...] = ()) -> list[str]:

@@ -14,7 +14,7 @@ from offload.test_fake_cuda import FakeCuda, sharded
 from statestream import CPUOffloadOptimizer, FusedAdam, log_memory
 from statestream.offload import optimizer as offload_optimizer
 
-SIZES = {torch.float32: 4, torch.bfloat16: 2, torch.int16: 2}
+SIZES = {torch.float32: 4, torch.bfloat16: 2, torch.int16: 2, torch.float16: 2, torch.uint8: 1}
 SHAPES = [(100, 30), (7,), (64, 64)]
 ELEMENTS = 100 * 30 + 7 + 64 * 64
 MiB = 1 << 20
@@ -38,6 +38,9 @@ def test_every_kind_has_its_bytes(form):
         expected["grads"] += param.numel() * SIZES[param.dtype]
         for name, dtype in form.stored(param).items():
             expected[name] = expected.get(name, 0) + param.numel() * SIZES[dtype]
+            if dtype in (torch.float16, torch.uint8):
+                scales = f"{name} scales"
+                expected[scales] = expected.get(scales, 0) + 4 * -(-param.numel() // 256)
     report = optimizer.memory_report()
     assert report.host == expected and report.device == {}
 

@@ -10,6 +10,13 @@ OPTIMIZERS = {
     "fused_adam_l2": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1, adam_w_mode=False, maximize=True),
     "fused_adam_masters": lambda p: FusedAdam(p, lr=0.1, master_weights=True, exp_avg_dtype="bf16"),
     "fused_adam_remainders": lambda p: FusedAdam(p, lr=0.1, master_weights=True, store_param_remainders=True),
+    "fused_adam_fp8": lambda p: FusedAdam(p, lr=0.1, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8"),
+    "fused_adam_fp16_masters": lambda p: FusedAdam(
+        p, lr=0.1, master_weights=True, master_weight_dtype="fp16", exp_avg_dtype="fp16", exp_avg_sq_dtype="bf16"
+    ),
+    "fused_adam_by_random_bits": lambda p: FusedAdam(
+        p, lr=0.1, exp_avg_dtype="bf16", exp_avg_sq_dtype="fp16", stochastic_rounding=True, seed=5
+    ),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1),
     "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
     "adamw_fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),

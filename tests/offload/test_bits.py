@@ -58,7 +58,7 @@ def test_save_and_load_in_the_middle_is_bit_equal(name, dtype, chunk):
     assert_same_training(again, loaded, reference, plain)
 
 
-@pytest.mark.parametrize("name", ["fused_adam_masters", "adamw", "sgd_momentum"])
+@pytest.mark.parametrize("name", ["fused_adam_masters", "fused_adam_by_random_bits", "adamw", "sgd_momentum"])
 def test_groups_with_settings_of_their_own(name):
     params, reference = make_params("mixed"), make_params("mixed")
 
@@ -75,7 +75,9 @@ def test_groups_with_settings_of_their_own(name):
     assert_same_training(params, offloaded, reference, plain)
 
 
-@pytest.mark.parametrize("name", ["fused_adam_masters", "adamw"])
+@pytest.mark.parametrize(
+    "name", ["fused_adam_masters", "fused_adam_fp16_masters", "fused_adam_by_random_bits", "adamw"]
+)
 def test_layouts_that_are_not_contiguous(name):
     def params():
         torch.manual_seed(3)
@@ -96,7 +98,7 @@ def test_layouts_that_are_not_contiguous(name):
 
 
 def test_an_optimizer_that_has_stepped_before_is_taken_over():
-    for name in ("fused_adam_masters", "adamw", "sgd_momentum"):
+    for name in ("fused_adam_masters", "fused_adam_fp8", "fused_adam_fp16_masters", "adamw", "sgd_momentum"):
         params, reference = make_params("mixed"), make_params("mixed")
         plain, inner = OPTIMIZERS[name](reference), OPTIMIZERS[name](params)
         train(plain, reference, range(4))
@@ -106,10 +108,11 @@ def test_an_optimizer_that_has_stepped_before_is_taken_over():
         assert_same_training(params, offloaded, reference, plain)
 
 
-def test_weights_loaded_later_are_where_the_next_step_starts():
+@pytest.mark.parametrize("name", ["fused_adam_masters", "fused_adam_fp16_masters"])
+def test_weights_loaded_later_are_where_the_next_step_starts(name):
     params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
-    plain, offloaded = OPTIMIZERS["fused_adam_masters"](reference), None
-    offloaded = CPUOffloadOptimizer(OPTIMIZERS["fused_adam_masters"](params), 3_000)
+    plain, offloaded = OPTIMIZERS[name](reference), None
+    offloaded = CPUOffloadOptimizer(OPTIMIZERS[name](params), 3_000)
     for optimizer, ps in ((plain, reference), (offloaded, params)):
         train(optimizer, ps, range(2))
         with torch.no_grad():

@@ -25,6 +25,10 @@ MAKERS = {
     "fused_adam": lambda p: FusedAdam(p, lr=0.1, weight_decay=0.1),
     "fused_adam_masters": lambda p: FusedAdam(p, lr=0.1, master_weights=True, exp_avg_dtype="bf16"),
     "fused_adam_groups": lambda p: FusedAdam([{"params": p[:2]}, {"params": p[2:], "lr": 0.02}], lr=0.1),
+    "fused_adam_fp8": lambda p: FusedAdam(p, lr=0.1, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8"),
+    "fused_adam_fp16_masters": lambda p: FusedAdam(
+        p, lr=0.1, master_weights=True, master_weight_dtype="fp16", exp_avg_dtype="fp16", stochastic_rounding=True
+    ),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
     "sgd_momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
@@ -131,11 +135,21 @@ def check_fault(seed: int, fail_at: int, on_device, shared: bool = False) -> Non
 
 
 def snapshot(optimizer, params):
-    """(value, state) of every parameter, as copies."""
-    return [
-        (p.detach().clone(), {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizer.state.get(p, {}).items()})
-        for p in params
-    ]
+    """(value, state) of every parameter, as copies; scales are state too."""
+    found = []
+    for p in params:
+        state = {k: v.clone() if torch.is_tensor(v) else v for k, v in optimizer.state.get(p, {}).items()}
+        scales = {k + SCALES: v.clone() for k, v in scales_of(optimizer).get(p, {}).items()}
+        found.append((p.detach().clone(), state | scales))
+    return found
+
+
+SCALES = " scales"
+
+
+def scales_of(optimizer):
+    keeper = getattr(getattr(optimizer, "inner", optimizer), "_keeper", None)
+    return {} if keeper is None else keeper.scales
 
 
 def stepped(case, before, step):
@@ -144,7 +158,9 @@ def stepped(case, before, step):
     plain = MAKERS[case.name](params)
     for p, (_, state) in zip(params, before, strict=True):
         if state:
-            plain.state[p] = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}
+            copies = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}
+            plain.state[p] = {k: v for k, v in copies.items() if not k.endswith(SCALES)}
+            scales_of(plain)[p] = {k.removesuffix(SCALES): v for k, v in copies.items() if k.endswith(SCALES)}
     set_grads(params, step, case.missing[step])
     plain.step()
     return snapshot(plain, params)

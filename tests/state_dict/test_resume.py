@@ -12,6 +12,7 @@ import statestream
 import torch
 from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import FORMS, MODES, Mode
+from helpers.stored import decoded
 from helpers.training import build, train
 
 STEPS = 3
@@ -79,7 +80,8 @@ def test_every_state_keeps_its_dtype_and_bits_over_save_and_load(mode):
         wanted = mode.stored(a)
         assert {k: v.dtype for k, v in new.state[b].items() if k != "step"} == wanted
         for name in wanted:
-            assert same_bits(old.state[a][name], new.state[b][name]), name
+            # Of scaled states the values: one can be written with a scale and its double.
+            assert same_bits(decoded(old, a, name), decoded(new, b, name)), name
             assert old.state[a][name].stride() == new.state[b][name].stride(), name
         assert old.state[a]["step"].item() == new.state[b]["step"].item() == STEPS
 
@@ -145,11 +147,16 @@ def drop_masters(state_dict):
     return state_dict
 
 
+def holds_more_than_the_weight(mode):
+    """Whether masters do: one of 11 bits has no more than a float16 weight, in another range."""
+    return mode.param is not torch.float32 and not (mode.param is torch.float16 and mode.master == "fp16")
+
+
 DAMAGES = [
     pytest.param(mode, damage, id=f"{mode},{damage.__name__}")
     for mode in MODES
     for damage in (flip_one_bit, drop_steps, drop_masters)
-    if damage is not drop_masters or (mode.master is not None and mode.param is not torch.float32)
+    if damage is not drop_masters or (mode.master is not None and holds_more_than_the_weight(mode))
 ]
 
 

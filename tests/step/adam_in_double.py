@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Judged", "Settings", "one_update", "storage_error"]
+__all__ = ["Judged", "Settings", "one_update"]
 
 _UNIT = 2.0**-24
 """Largest relative error of one FP32 rounding."""
@@ -68,10 +68,3 @@ def one_update(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
     weight_new = decayed - update
     weight_error = 2 * _UNIT * (weight.abs() + weight_new.abs()) + update_error + 2.0**-149
     return Judged(weight_new, m_new, v_new, weight_error, m_error, v_error)
-
-
-def storage_error(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The most that rounding `value` to `dtype` may move it: half a unit in the last place, a whole one
-    near a power of two, a subnormal's step near zero."""
-    bits = {torch.float32: 24, torch.bfloat16: 8}[dtype]
-    return value.abs().double() * 2.0**-bits + 2.0 ** (-126 - bits + 1)

@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 from helpers.modes import FORMS, Mode
+from helpers.stored import decoded, scale_of_each, storage_error
 from helpers.training import gradient, make_params, train
 from statestream import FusedAdam
 
-from step.adam_in_double import Settings, one_update, storage_error
+from step.adam_in_double import Settings, one_update
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -54,7 +55,7 @@ def weight_in_use(optimizer, param):
         return param.detach().clone()
     if master.dtype is torch.int16:
         return joined(param.detach(), master)
-    return master.clone()
+    return decoded(optimizer, param, "master_param")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -67,25 +68,33 @@ def test_each_step_is_adams_from_the_state_as_stored(form, variant):
         judged, old_moments = [], []
         for index, param in enumerate(params):
             param.grad = gradient(param, index, t)
-            state = optimizer.state[param]
-            weight = weight_in_use(optimizer, param)
-            judged.append(one_update(weight, param.grad, state["exp_avg"], state["exp_avg_sq"], t, settings))
-            old_moments.append(state["exp_avg"].clone())
+            moments = [decoded(optimizer, param, name) for name in ("exp_avg", "exp_avg_sq")]
+            judged.append(one_update(weight_in_use(optimizer, param), param.grad, *moments, t, settings))
+            old_moments.append(moments[0])
         optimizer.step()
         for param, expected, old in zip(params, judged, old_moments, strict=True):
             state = optimizer.state[param]
             for name in ("exp_avg", "exp_avg_sq"):
                 value, error = getattr(expected, name), getattr(expected, f"{name}_error")
-                allowed = error + storage_error(value, state[name].dtype)
-                assert torch.all((state[name].double() - value).abs() <= allowed), (name, t)
-            weight = weight_in_use(optimizer, param)
-            allowed = expected.weight_error + storage_error(expected.weight, weight.dtype)
-            assert torch.all((weight.double() - expected.weight).abs() <= allowed), t
-            if weight.dtype is FP32 and param.dtype is BF16:  # the weight that the model sees is the master's
-                error = storage_error(weight, BF16)
+                how = {"scale": scale_of_each(optimizer, param, name), "root": name == "exp_avg_sq"}
+                rounding = storage_error(value, state[name].dtype, **how, by_random_bits=form.by_random_bits(name))
+                found = decoded(optimizer, param, name)
+                assert torch.all((found.double() - value).abs() <= error + rounding), (name, t)
+                assert torch.all((found > 0) | (value == 0)) or name == "exp_avg", t
+            weight, has_master = weight_in_use(optimizer, param), "master_param" in state
+            kept = state["master_param"].dtype if has_master else param.dtype
+            rounding = storage_error(
+                expected.weight,
+                FP32 if kept is torch.int16 else kept,
+                scale=scale_of_each(optimizer, param, "master_param") if has_master else None,
+                by_random_bits=param.dtype is BF16 and form.by_random_bits("param"),
+            )
+            assert torch.all((weight.double() - expected.weight).abs() <= expected.weight_error + rounding), t
+            if has_master:  # the weight that the model sees is the master's
+                error = storage_error(weight, param.dtype)
                 assert torch.all((param.double() - weight.double()).abs() <= error), t
             if param.numel() > 1:
-                assert not torch.equal(old, state["exp_avg"]), "the moments stood still"
+                assert not torch.equal(old, decoded(optimizer, param, "exp_avg")), "the moments stood still"
 
 
 @pytest.mark.parametrize("wrong", ["sign", "no decay", "L2 for decoupled", "step off by one", "eps inside", "beta2"])

@@ -34,6 +34,33 @@ BAD_ARGUMENTS = {
         RuntimeError,
         "capturable.*store_param_remainders",
     ),
+    "remainders of float16 masters": (
+        {"store_param_remainders": True, "master_weights": True, "master_weight_dtype": torch.float16},
+        ValueError,
+        "store_param_remainders=True .* master_weight_dtype=torch.float16",
+    ),
+    "FP8 of another kind": ({"exp_avg_dtype": torch.float8_e5m2}, ValueError, "exp_avg_dtype.*float8_e5m2"),
+    "random rounding of exact moments": (
+        {"stochastic_rounding": ["exp_avg"]},
+        ValueError,
+        "stochastic_rounding: 'exp_avg' .*stored as torch.float32",
+    ),
+    "random rounding of parameters with masters": (
+        {"stochastic_rounding": ["param"], "master_weights": True},
+        ValueError,
+        "stochastic_rounding: 'param' .*a master keeps.*master_weights=False",
+    ),
+    "random rounding of parameters with remainders": (
+        {"stochastic_rounding": ("param",), "master_weights": True, "store_param_remainders": True},
+        ValueError,
+        "stochastic_rounding: 'param' .*remainders keep",
+    ),
+    "random rounding of something else": ({"stochastic_rounding": ["grad"]}, ValueError, "stochastic_rounding: 'grad'"),
+    "random rounding as a string": ({"stochastic_rounding": "param"}, ValueError, "stochastic_rounding: 'param'.*list"),
+    "random rounding as a number": ({"stochastic_rounding": 1}, ValueError, "stochastic_rounding: 1 "),
+    "a negative seed": ({"seed": -1}, ValueError, "seed: -1"),
+    "a seed of more than 64 bits": ({"seed": 2**64}, ValueError, "seed: 18446744073709551616"),
+    "a seed that is no integer": ({"seed": 0.5}, ValueError, "seed: 0.5"),
     "NaN lr": ({"lr": NAN}, ValueError, "lr.*nan"),
     "negative lr": ({"lr": -1.0}, ValueError, "lr.*-1"),
     "infinite lr": ({"lr": math.inf}, ValueError, "lr.*inf"),
@@ -72,7 +99,7 @@ def test_a_bad_argument_is_one_error_that_names_it(bad):
 BAD_PARAMETERS = {
     "complex": (lambda: torch.zeros(3, dtype=torch.complex64), ValueError, "complex64"),
     "float64": (lambda: torch.zeros(3, dtype=torch.float64), ValueError, "float64"),
-    "float16": (lambda: torch.zeros(3, dtype=torch.float16), ValueError, "float16"),
+    "FP8": (lambda: torch.zeros(3).to(torch.float8_e4m3fn), ValueError, "float8_e4m3fn"),
     "sparse": (lambda: torch.eye(3).to_sparse(), ValueError, "sparse"),
     "sparse CSR": (lambda: torch.eye(3).to_sparse_csr(), ValueError, "sparse_csr"),
     "lazily negated": (lambda: torch.tensor([1 + 2j]).conj().imag, ValueError, "negated"),
@@ -85,6 +112,13 @@ def test_a_parameter_that_no_kernel_updates_is_refused(kind):
     make, error, named = BAD_PARAMETERS[kind]
     with pytest.raises(error, match=f"parameter 3 of group 0.*{named}"):
         FusedAdam([*params(), torch.nn.Parameter(make())])
+
+
+def test_float16_parameters_are_not_rounded_by_random_bits_and_say_so_when_asked():
+    half = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    with pytest.raises(ValueError, match="parameter 3 of group 0: float16 parameters are rounded to nearest"):
+        FusedAdam([*params(), half], stochastic_rounding=["param"])
+    FusedAdam([*params(), half], stochastic_rounding=True)  # of all that is rounded so
 
 
 def test_a_parameter_of_integers_is_refused():
@@ -184,8 +218,8 @@ def wide_gradient(param):
     param.decoupled_grad = torch.ones(4, dtype=torch.float64)
 
 
-def half_gradient(param):
-    param.decoupled_grad = torch.ones(4, dtype=torch.float16)
+def tiny_gradient(param):
+    param.decoupled_grad = torch.ones(4).to(torch.float8_e4m3fn)
 
 
 def short_gradient(param):
@@ -203,7 +237,7 @@ def far_gradient(param):
 BAD_GRADIENTS = {
     sparse_gradient: (RuntimeError, "sparse"),
     wide_gradient: (ValueError, "float64"),
-    half_gradient: (ValueError, "float16"),
+    tiny_gradient: (ValueError, "float8_e4m3fn"),
     short_gradient: (ValueError, r"\(3,\).*\(4,\)"),
     flat_gradient: (ValueError, r"\(4, 1\).*\(4,\)"),
     far_gradient: (ValueError, "meta"),

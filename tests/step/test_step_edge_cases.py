@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import FORMS, Mode
+from helpers.stored import decoded
 from helpers.training import gradient, train
 from statestream import FusedAdam
 
@@ -103,7 +104,9 @@ LENGTHS = [*range(1, 131), 4095, 4096, 4097]
 OFFSETS = range(18)
 
 
-@pytest.mark.parametrize("form", [f for f in FORMS if f.param is not None], ids=str)
+@pytest.mark.parametrize(
+    "form", [f for f in FORMS if f.param is not None and not (f.has_scales or f.is_random)], ids=str
+)
 def test_every_length_at_every_offset_has_the_bits_of_one_long_tensor(form):
     dtype, longest = form.param, LENGTHS[-1]
     values = torch.randn(longest, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -159,9 +162,10 @@ def test_weight_decay_comes_before_the_update(form, capturable, decoupled_grad):
         setattr(param, "decoupled_grad" if decoupled_grad else "grad", torch.full((100,), 3.0, dtype=dtype))
         optimizer.step()
         # 1 * (1 - lr * wd) - lr * 1: the first step of Adam is the sign of the gradient.
-        tolerance = 2e-7 if dtype is FP32 else 2.0**-9
+        by_random_bits = dtype is BF16 and form.by_random_bits("param")
+        tolerance = 2e-7 if dtype is FP32 else 2.0**-8 if by_random_bits else 2.0**-9
         assert (param.float() - 0.85).abs().max() <= tolerance
-        assert torch.all(param == param[0])
+        assert by_random_bits or torch.all(param == param[0])
 
 
 # ---- layouts ----
@@ -285,7 +289,9 @@ def test_rows_that_were_never_touched_only_decay(form):
         assert torch.all(state["exp_avg"][untouched] == 0) and torch.all(state["exp_avg_sq"][untouched] == 0)
         expected = before[untouched].float() * (1 - 0.25 * 0.5)  # one FP32 multiplication
         assert torch.isfinite(param).all() and torch.all(state["exp_avg"][7] != 0)
-        if form.master == "remainders" and dtype is BF16:
+        if form.by_random_bits("param") and dtype is BF16:
+            assert torch.all((param[untouched].float() - expected).abs() <= expected.abs() * 2.0**-7)
+        elif form.master == "remainders" and dtype is BF16:
             rounded = (expected.view(torch.int32) + 0x8000) >> 16
             assert torch.equal(param[untouched].view(torch.int16).int() & 0xFFFF, rounded & 0xFFFF)
         else:
@@ -325,9 +331,10 @@ def test_a_gradient_that_is_no_number_propagates(form, value):
         optimizer.step()
         bad = torch.isnan(param)
         assert bad[17] and bad.sum() == 1  # inf / sqrt(inf) is no number either
-        assert not torch.isfinite(optimizer.state[param]["exp_avg"][17])
-        assert not torch.isfinite(optimizer.state[param]["exp_avg_sq"][17])
-        assert torch.isfinite(optimizer.state[param]["exp_avg"][18:]).all()
+        assert not torch.isfinite(decoded(optimizer, param, "exp_avg")[17])
+        assert not torch.isfinite(decoded(optimizer, param, "exp_avg_sq")[17])
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.isfinite(decoded(optimizer, param, name)[18:]).all()
 
 
 def test_constant_tiny_gradients_show_what_bfloat16_moments_lose():

@@ -6,12 +6,7 @@ from helpers.engine import LAYOUT, arguments_of
 from statestream import FusedAdam
 from statestream.convert import convert_state_dict
 
-MODES = [
-    mode
-    for mode in LAYOUT["modes"]
-    if not {"uint8", "float16"} & {mode["param"], *map(str, mode["arguments"].values())}
-]
-each_mode = pytest.mark.parametrize("mode", MODES, ids=lambda mode: f"{mode['param']},{mode['arguments']}")
+each_mode = pytest.mark.parametrize("mode", LAYOUT["modes"], ids=lambda mode: f"{mode['param']},{mode['arguments']}")
 
 
 def trained(mode):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from statestream import kernels
+from statestream.offload.host_keeper import STATES
 from statestream.offload.host_stream import Passage
 from statestream.offload.plan import GRAIN_ELEMENTS, Piece
 from statestream.tensors import flat, is_fake
@@ -82,40 +82,40 @@ class AdamOnHost:
     def _update(self, placed: Iterable[Placed], slot: Tensor | None) -> None:
         offsets = dict(placed)
         for pieces in self.flow.calls(offsets):
-            job, rows = self.flow.jobs[pieces[0].unit], array("q")
+            job, table = self.flow.jobs[pieces[0].unit], self.flow.table(pieces)
             for piece in pieces:
-                rows.extend(self._row(piece, offsets[piece], slot))
+                self._add(table, piece, offsets[piece], slot)
             kernels.adam(
                 torch.device("cpu"),
-                rows,
+                table.rows,
                 job.formats,
                 job.options,
                 grad_scale=self.flow.grad_scale,
                 advance=False,
                 threads=self.threads,
+                **table.rounding,
             )
             self.done.update([(p.unit, p.first) for p in pieces])
             self.flow.note(pieces)
 
-    def _row(self, piece: Piece, at: int, slot: Tensor | None) -> tuple[int, ...]:
+    def _add(self, table: Any, piece: Piece, at: int, slot: Tensor | None) -> None:
         job = self.flow.jobs[piece.unit]
         if is_fake(job.local):
-            return ()
+            return
         begin, n = job.span(piece)
         if self.in_place:
             weight, grad = flat(job.local)[begin : begin + n], flat(job.grad)[begin : begin + n]
         else:
             weight, grad = _in_slot(slot, _weights(piece, at), n, job.local), _in_slot(slot, at, n, job.grad)
         bank = self.flow.layout.banks[self.flow.layout.units[piece.unit].bank]
-        places = [
-            bank.arenas[kind].block.data_ptr() + bank.start(kind, piece) if size else 0
-            for kind, size in enumerate(job.itemsizes)
-        ]
+        states = {kind: bank.arenas[kind].block[bank.start(kind, piece) :] for kind in job.kinds if kind >= 0}
         if job.refresh and n:
-            arena = bank.arenas[2]
-            master = arena.block[bank.start(2, piece) :][: 4 * n].view(torch.float32)
-            kernels.refresh_master(weight, master)
-        return self.flow.row(job, n, weight.data_ptr(), grad.data_ptr(), places)
+            values, scales = (states.get(kind) for kind in job.master_kinds)
+            master, scale = job.master(n, values, scales)
+            kernels.refresh_master(weight, master, scale=scale)
+        places = [states[kind].data_ptr() if kind >= 0 else 0 for kind in job.kinds]
+        row = self.flow.row(job, n, weight.data_ptr(), grad.data_ptr(), places[: len(STATES)])
+        table.add(job, begin, row, places[len(STATES) :])
 
 
 def _weights(piece: Piece, at: int) -> int:

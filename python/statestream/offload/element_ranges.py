@@ -6,9 +6,7 @@ pieces, and the budget is a strict bound. Step counters stay on the host.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -18,91 +16,26 @@ from torch import Tensor
 from statestream import kernels
 from statestream.arguments import check_param
 from statestream.fused_adam import FusedAdam
+from statestream.global_index import runs_of
 from statestream.kernels import AdamOptions, Formats
-from statestream.moments import MASTER, MOMENTS, STEP, StateFormat
+from statestream.moments import STEP
 from statestream.offload import stream
+from statestream.offload.adam_flow import AdamFlow, Job
+from statestream.offload.host_keeper import STATES, HostKeeper, scales_of
 from statestream.offload.host_side import HostSide
-from statestream.offload.plan import GRAIN_ELEMENTS, Piece, Unit, padded_bytes
+from statestream.offload.plan import GRAIN_ELEMENTS, Unit
 from statestream.offload.store import Entry, compact_copy, largest_shard
-from statestream.offload.stream import Stage
 from statestream.offload.units import Units
 from statestream.promised_state import PromisedState
+from statestream.row_extras import scale_count
+from statestream.rows import runs_for
 from statestream.sharding import around
-from statestream.step_table import Call, StepTable
-from statestream.tensors import flat, is_fake, local_of, same_layout
+from statestream.state_keeper import StateKeeper
+from statestream.step_table import StepTable
+from statestream.stored import SCALED, Stored
+from statestream.tensors import local_of
 
 __all__ = ["ElementRanges"]
-
-KINDS = (*MOMENTS, MASTER)
-
-
-@dataclass(frozen=True)
-class HostFormat(StateFormat):
-    """StateFormat whose tensors are views of arenas: made, reset and kept in place."""
-
-    keeper: Any = field(default=None, compare=False, repr=False)
-
-    def make(self, param: Tensor) -> dict[str, Any]:
-        state = self.keeper.views(param)
-        state[STEP].zero_()
-        for name in MOMENTS:
-            local_of(state[name]).zero_()
-        if MASTER in state:
-            self.reset_master(param, state)
-        return state
-
-    def follow(self, param: Tensor, state: dict[str, Any]) -> None:
-        local, dtypes = local_of(param), self.dtypes(param)
-        fits = set(state) == {STEP, *dtypes} and all(
-            state[name].dtype is dtype and same_layout(local_of(state[name]), local) for name, dtype in dtypes.items()
-        )
-        if fits and self.keeper.holds(param, state):
-            return
-        # The parameter changed its shape, or someone put other tensors in the state: trainers do, which move all
-        # they find to the device.
-        self.keeper.wait()
-        # Copies: the new place may be the old one, in another layout.
-        old = {name: local_of(state[name]).clone() for name in (STEP, *dtypes) if name in state}
-        if not fits:
-            self.keeper.rehouse(param)
-        state.clear()
-        state.update(self.keeper.views(param) if fits else self.make(param))
-        for name, value in old.items():
-            if name == STEP or value.shape == local.shape:
-                local_of(state[name]).copy_(value)
-
-    def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
-        master, local = local_of(state[MASTER]), local_of(param)
-        if master.dtype is torch.int16 or is_fake(local):
-            master.zero_()  # of a parameter without data the first step makes the master
-        else:
-            master.copy_(local)
-
-
-@dataclass
-class _Job:
-    """One parameter's update in this step, as addresses."""
-
-    name: str
-    param: Tensor
-    local: Tensor
-    grad: Tensor
-    counter: Tensor
-    formats: Formats
-    options: AdamOptions
-    refresh: bool
-    itemsizes: tuple[int, ...]
-    number: int = 0
-
-    @property
-    def reads_weight(self) -> bool:
-        """Whether the update needs the weight as it was: a master that is there, and right, has it."""
-        return self.refresh or self.formats.master in (kernels.NONE, kernels.REMAINDER)
-
-    def span(self, piece: Piece) -> tuple[int, int]:
-        """First element and number of elements of a piece."""
-        begin = min(piece.first * GRAIN_ELEMENTS, self.local.numel())
-        return begin, min(piece.last * GRAIN_ELEMENTS, self.local.numel()) - begin
 
 
 class ElementRanges(Units):
@@ -122,16 +55,16 @@ class ElementRanges(Units):
         self.host = HostSide(self.store, cpu_fraction, cpu_threads)
         self._counters: dict[int, Tensor] = {}
         self._views: dict[int, dict[str, Any]] = {}
-        state, form, table = dict(inner.state), inner.form, inner._table
-        settings = {f.name: getattr(inner.form, f.name) for f in fields(StateFormat)}
-        self._plain_form = StateFormat(**settings)
-        inner.form = HostFormat(**settings, keeper=self)
-        inner._table = StepTable(inner.form)
+        form = inner.form
+        self.kinds = (*STATES, *(scales_of(name) for name in STATES if form.dtype_of(name) in SCALED))
+        state, keeper, table = dict(inner.state), inner._keeper, inner._table
+        inner._keeper = HostKeeper(form, self)
+        inner._table = StepTable(inner._keeper, inner.rounding)
         existing = {p: inner.state.pop(p) for p in state if isinstance(p, Tensor)}
         try:
-            self.adopt(existing)
+            self.adopt({p: keeper.all_stored(p, values) for p, values in existing.items()})
         except BaseException:  # no memory: the optimizer stays as it was
-            inner.form, inner._table = form, table
+            inner._keeper, inner._table = keeper, table
             inner.state.clear()
             inner.state.update(state)
             raise
@@ -139,7 +72,8 @@ class ElementRanges(Units):
     # ---- state ----
 
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
-        """Makes host state for every trained parameter that has none, with values from `existing` where given."""
+        """Makes host state for every trained parameter that has none, with values from `existing` (StateKeeper's
+        all_stored) where given."""
         existing = existing or {}
         with torch.no_grad():
             self.reserve([p for p in self.params() if p.requires_grad or p in existing])
@@ -147,7 +81,10 @@ class ElementRanges(Units):
                 if param.requires_grad or param in existing:
                     state = self.inner.state[param]
                     for name, value in existing.get(param, {}).items():
-                        local_of(state[name]).copy_(local_of(value))
+                        if isinstance(value, Stored):
+                            self.inner._keeper.stored(param, name, state[name]).take_over(value)
+                        else:
+                            state[name].copy_(value)
 
     def reserve(self, params: Sequence[Tensor]) -> None:
         """Host memory for those of `params` that have none yet, in one bank."""
@@ -157,7 +94,7 @@ class ElementRanges(Units):
         if not new:
             return
         entries = [self._entry(param) for param in new]
-        self.store.add(KINDS, entries)
+        self.store.add(self.kinds, entries)
         with torch.inference_mode(False):
             counters = torch.zeros(len(new))
         for param, counter in zip(new, counters, strict=True):
@@ -170,9 +107,12 @@ class ElementRanges(Units):
         dtypes = self.inner.form.dtypes(param)
         local = local_of(param)
         numel = max(prod(largest_shard(param)), local.numel())
-        itemsizes = [dtypes[kind].itemsize if kind in dtypes else 0 for kind in KINDS]
-        unit = Unit(tuple(padded_bytes(numel, b) for b in itemsizes), max(1, -(-numel // GRAIN_ELEMENTS)))
-        return Entry(param, unit, tuple(padded_bytes(local.numel(), b) for b in itemsizes))
+        grain_bytes = [dtypes[kind].itemsize * GRAIN_ELEMENTS if kind in dtypes else 0 for kind in STATES]
+        scaled = [name for name in STATES if scales_of(name) in self.kinds]
+        grain_bytes += [torch.float32.itemsize if dtypes.get(name) in SCALED else 0 for name in scaled]
+        grains = max(1, -(-numel // GRAIN_ELEMENTS))
+        unit = Unit(tuple(grains * b for b in grain_bytes), grains)
+        return Entry(param, unit, tuple(-(-local.numel() // GRAIN_ELEMENTS) * b for b in grain_bytes))
 
     def rehouse(self, param: Tensor) -> None:
         """The parameter's data changed: if its state needs other room, it gets it, and with it, in one bank, all
@@ -197,9 +137,16 @@ class ElementRanges(Units):
         home = self.store.home(param)
         local = local_of(param)
         state: dict[str, Any] = {STEP: self._counters[id(param)]}
+        scales = {}
         for name, dtype in self.inner.form.dtypes(param).items():
-            arena = home.bank.arenas[KINDS.index(name)]
+            arena = home.bank.arenas[self.kinds.index(name)]
             state[name] = around(arena.view(home.index, dtype, local), param)
+            if dtype in SCALED:
+                of_blocks = torch.empty(scale_count(local.numel()), device="meta")
+                arena = home.bank.arenas[self.kinds.index(scales_of(name))]
+                scales[name] = arena.view(home.index, torch.float32, of_blocks)
+        if scales:
+            self.inner._keeper.scales[param] = scales
         self._views[id(param)] = dict(state)
         return state
 
@@ -210,7 +157,9 @@ class ElementRanges(Units):
 
     def detached(self) -> FusedAdam:
         twin = super().detached()
-        twin.form = self._plain_form
+        twin._keeper = StateKeeper(self.inner.form)
+        for param, scales in self.inner._keeper.scales.items():
+            twin._keeper.scales[param] = compact_copy(scales)
         twin.state = PromisedState(twin._make_state)
         for param, state in self.inner.state.items():
             twin.state[param] = {name: compact_copy(value) for name, value in state.items()}
@@ -230,7 +179,7 @@ class ElementRanges(Units):
             self.host.prepare(self.device)
             layout = self.store.layout
             whole = len(jobs) == len(layout.units)
-            flow = _AdamFlow(self, layout, jobs, grad_scale)
+            flow = AdamFlow(self, layout, jobs, grad_scale)
             stages = layout.stages(None if whole else jobs.keys())
             host = self.host.share_of(self.device, flow)
             self.took(layout.plan.ring_bytes)
@@ -243,10 +192,10 @@ class ElementRanges(Units):
         for group in self.inner.param_groups:
             group[STEP] += 1
 
-    def _jobs(self) -> dict[int, _Job]:
+    def _jobs(self) -> dict[int, Job]:
         """Work by unit of the plan."""
         inner, table = self.inner, self.inner._table
-        if inner.form.keeper is not self:
+        if inner._keeper.ranges is not self:
             raise RuntimeError("another CPUOffloadOptimizer has taken over this FusedAdam; step that one")
         grad_name = "decoupled_grad" if inner.use_decoupled_grad else "grad"
         with_grad = [p for p in self.params() if getattr(p, grad_name, None) is not None]
@@ -254,137 +203,48 @@ class ElementRanges(Units):
         if any(self.store.home(p) is None for p in with_grad):
             self.wait()
             self.reserve(with_grad)
-        found: dict[int, _Job] = {}  # by id first: a state that follows its parameter renumbers the units
+        found: dict[int, Job] = {}  # by id first: a state that follows its parameter renumbers the units
         names = self.names()
+        ordinal = -1
         for group in inner.param_groups:
             options = inner._options(group)
             for param in group["params"]:
+                ordinal += 1
                 grad = getattr(param, grad_name, None)
-                if grad is not None:
-                    found.setdefault(id(param), self._job(table, names[id(param)], param, grad, options))
+                if grad is not None and id(param) not in found:
+                    found[id(param)] = self._job(table, names[id(param)], param, grad, options, ordinal)
         for number, job in enumerate(found.values()):
             job.number = number
         return {self.store.home(job.param).unit: job for job in found.values()}
 
-    def _job(self, table: StepTable, name: str, param: Tensor, grad: Tensor, options: AdamOptions) -> _Job:
+    def _job(self, table: StepTable, name: str, param: Tensor, grad: Tensor, options: AdamOptions, ordinal: int) -> Job:
         local = local_of(param)
         check_param(local, name)
+        table.rounding.check(local, name)
         grad = table.checked_grad(param, local, grad, name)
         state = self.inner.state[param]
-        self.inner.form.follow(param, state)
-        tensors = [local_of(state[kind]) if kind in state else None for kind in KINDS]
-        codes = [kernels.NONE if t is None else kernels.state_format_of(t) for t in tensors]
+        self.inner._keeper.follow(param, state)
+        tensors = {kind: local_of(state[kind]) for kind in STATES if kind in state}
+        codes = [kernels.state_format_of(tensors[kind]) if kind in tensors else kernels.NONE for kind in STATES]
         formats = Formats(kernels.format_of(local), kernels.format_of(grad), *codes)
-        refresh = formats.master == kernels.FLOAT32 and table.was_written(param, local)
-        itemsizes = tuple(0 if t is None else t.element_size() for t in tensors)
-        return _Job(name, param, local, grad, state[STEP], formats, options, refresh, itemsizes)
-
-
-class _AdamFlow:
-    """stream.Stepper for one step of FusedAdam."""
-
-    def __init__(self, owner: ElementRanges, layout: Any, jobs: dict[int, _Job], grad_scale: float):
-        self.owner, self.device, self.layout, self.jobs, self.grad_scale = owner, owner.device, layout, jobs, grad_scale
-        # Counts that include this step. The counters themselves are advanced when the step is done.
-        self.counts = torch.stack([job.counter for job in jobs.values()]).add_(1.0)
-        self.launched: set[tuple[int, int]] = set()
-        self.started: set[int] = set()
-        self.lost: set[int] = set()
-
-    def step(self, stage: Stage, ring: Tensor) -> None:
-        self._launch(stage, ring, [p for p in stage.chunk.pieces if p.unit in self.jobs])
-
-    def keeps(self, stage: Stage) -> bool:
-        return any((p.unit, p.first) in self.launched for p in stage.chunk.pieces)
-
-    def begun(self, stage: Stage) -> bool:
-        return bool(self._rest(stage))
-
-    def finish(self, stage: Stage, ring: Tensor) -> None:
-        self._launch(stage, ring, self._rest(stage))
-
-    def torn(self, stages: Sequence[Stage], error: BaseException) -> None:
-        self.lose(p.unit for stage in stages for p in stage.chunk.pieces)
-
-    # ---- what the host's share needs too ----
-
-    def rest(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Of these the ones that were not updated, of units that were begun."""
-        return [p for p in pieces if p.unit in self.started and (p.unit, p.first) not in self.launched]
-
-    def calls(self, pieces: Iterable[Piece]) -> Iterable[list[Piece]]:
-        """The pieces, by the kernel calls that update them."""
-        calls: dict[tuple[int, Formats], list[Piece]] = {}
-        for piece in pieces:
-            job = self.jobs[piece.unit]
-            calls.setdefault((id(job.options), job.formats), []).append(piece)
-        return calls.values()
-
-    def note(self, pieces: list[Piece]) -> None:
-        """These were updated. The device's flow and the host's both tell, each on its thread."""
-        self.launched.update([(p.unit, p.first) for p in pieces])
-        self.started.update([p.unit for p in pieces])
-
-    def lose(self, units: Iterable[int]) -> None:
-        """Of these units, those that were begun cannot be finished."""
-        lost = {unit for unit in units if unit in self.started} - self.lost
-        self.lost |= lost
-        self.owner.torn.extend(self.jobs[unit].name for unit in sorted(lost))
-
-    def row(self, job: _Job, n: int, weight: int, grad: int, places: Sequence[int]) -> tuple[int, ...]:
-        """A kernel's row, by addresses."""
-        return (n, weight, grad, *places, self.counts.data_ptr() + 4 * job.number, 0)
-
-    # ---- on the device ----
-
-    def _rest(self, stage: Stage) -> list[Piece]:
-        return self.rest(stage.chunk.pieces)
-
-    def _launch(self, stage: Stage, ring: Tensor, pieces: list[Piece]) -> None:
-        for group in self.calls(pieces):
-            rows, keep, first = array("q"), [], self.jobs[group[0].unit]
-            for piece in group:
-                rows.extend(self._row(stage, ring, piece, keep))
-            self.device.launch(
-                _update, self.device.torch_device, rows, first.formats, first.options, self.grad_scale, keep
-            )
-            self.note(group)
-
-    def _row(self, stage: Stage, ring: Tensor, piece: Piece, keep: list[Any]) -> tuple[int, ...]:
-        """Addresses of a piece, and in `keep` what they point into (until the kernel has been launched)."""
-        job = self.jobs[piece.unit]
-        if is_fake(job.local):
-            return ()
-        begin, n = job.span(piece)
-        base = ring.data_ptr()
-        places = [
-            self.layout.place(stage.chunk, piece, kind) if size else None for kind, size in enumerate(job.itemsizes)
-        ]
-        weight = flat(job.local)[begin : begin + n]
-        refresh = None
-        if job.refresh and n:
-            refresh = (weight, ring[places[2] : places[2] + 4 * n].view(torch.float32))
-        keep.append((weight, job.grad, self.counts, refresh))
-        grad = job.grad.data_ptr() + begin * job.grad.element_size()
-        return self.row(job, n, weight.data_ptr(), grad, [0 if at is None else base + at for at in places])
-
-    def commit(self) -> None:
-        """Counts the parameters that were updated, and says that they were written."""
-        written: dict[Formats, Call] = {}
-        for unit in self.started:
-            job = self.jobs[unit]
-            if unit not in self.lost:
-                job.counter.add_(1.0)
-            call = written.setdefault(job.formats, Call(self.device.torch_device, job.formats))
-            call.params.append(job.param)
-        for call in written.values():
-            self.owner.inner._table.updated(call)
-
-
-def _update(
-    device: torch.device, rows: array, formats: Formats, options: AdamOptions, grad_scale: float, keep: list[Any]
-) -> None:
-    for _, _, _, refresh in keep:
-        if refresh is not None:
-            kernels.refresh_master(*refresh)
-    kernels.adam(device, rows, formats, options, grad_scale=grad_scale, advance=False)
+        has_master = formats.master in (kernels.FLOAT32, kernels.SCALED_FLOAT16)
+        kinds = [self.kinds.index(kind) if kind in tensors else -1 for kind in STATES]
+        for kind in STATES:
+            scaled = kind in tensors and tensors[kind].dtype in SCALED
+            kinds.append(self.kinds.index(scales_of(kind)) if scaled else -1)
+        job = Job(
+            name,
+            param,
+            local,
+            grad,
+            state[STEP],
+            formats,
+            options,
+            stochastic=table.rounding.of(formats),
+            refresh=has_master and table.was_written(param, local),
+            kinds=tuple(kinds),
+            ordinal=ordinal,
+        )
+        if job.needs_extras:
+            job.runs = runs_for(formats, runs_of(param))
+        return job

@@ -18,6 +18,9 @@ __all__ = ["GRAIN_ELEMENTS", "Chunk", "Piece", "Plan", "Unit", "make_plan", "pad
 GRAIN_ELEMENTS = 256
 """Where a parameter may be cut: the block of a scaled format, and enough for any vector alignment."""
 
+ALIGNMENT_BYTES = 256
+"""Where a chunk may begin in the ring. Scales, which lie behind all else, are 4 bytes a grain."""
+
 PHASES = 3
 """A ring holds a chunk that loads, one that steps and one that stores: with fewer, one of them waits."""
 
@@ -150,18 +153,22 @@ def _whole(units: Sequence[Unit], index: int) -> int:
 def _place(runs: list[list[Piece]], units: Sequence[Unit], budget: int) -> Plan:
     """Gives every run its place in the ring, first in first out, wrapping where the next would not fit."""
     sizes = [_sizes(run, units) for run in runs]
-    room = min(budget, PHASES * max(map(sum, sizes), default=0))
+    room = min(budget, PHASES * _aligned(max(map(sum, sizes), default=0)))
     chunks: list[Chunk] = []
     end = 0
     for run, size in zip(runs, sizes, strict=True):
         nbytes = sum(size)
-        offset = end if end + nbytes <= room else 0
+        offset = _aligned(end) if _aligned(end) + nbytes <= room else 0
         end = offset + nbytes
         after = next((k for k in range(len(chunks) - 1, -1, -1) if _overlaps(chunks[k], offset, end)), -1)
         chunks.append(Chunk(units[run[0].unit].bank, tuple(run), size, offset, after))
     ring = max((chunk.offset + chunk.nbytes for chunk in chunks), default=0)
     oversize = tuple(i for i, unit in enumerate(units) if not unit.joined and _whole(units, i) > budget)
     return Plan(tuple(chunks), ring, oversize)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _sizes(run: list[Piece], units: Sequence[Unit]) -> tuple[int, ...]:

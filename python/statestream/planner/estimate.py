@@ -87,7 +87,6 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
     streamed: list[tuple[int, ...]] = []
     for share in shares:
         weights = settings.weights or WEIGHTS[share.parameter.dtype or default_dtype]
-        settings.check_weights(weights)
         n, everywhere = share.elements, share.parameter.elements
         device["weights"] += _block(weights.nbytes(n))
         weights_on_disk += weights.nbytes(everywhere)

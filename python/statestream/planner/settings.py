@@ -74,17 +74,19 @@ class Settings:
         return made
 
     def check_weights(self, weights: Format) -> None:
-        """BadOption where weights of this format cannot have such masters."""
+        """BadOption where such masters are asked for with weights of which none has any."""
         if self.master is REMAINDERS and weights.name not in ("bf16", "fp32"):
             raise BadOption(
                 "masters", f"remainders are the bits that BF16 weights lack, and weights are {weights.name}"
             )
 
     def master_of(self, weights: Format) -> Format | None:
-        """FP32 weights are their own masters; quantised ones have FP32 masters whatever is asked."""
+        """FP32 weights are their own masters; quantised ones have FP32 masters whatever is asked, and FP16 ones in the
+        place of remainders."""
         if weights.name == "fp32" or self.master is None:
             return None
-        return FP32 if weights.name == "fp8" else self.master
+        whole = weights.name == "fp8" or (weights.name == "fp16" and self.master is REMAINDERS)
+        return FP32 if whole else self.master
 
     def states(self, weights: Format) -> dict[str, Format]:
         """Format of each state of a parameter that is stored in `weights`, by its key in `optimizer.state`."""

@@ -1,0 +1,67 @@
+"""State and scales of parameters in arenas, which stay where they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from statestream.moments import MASTER, MOMENTS, STEP, StateFormat
+from statestream.state_keeper import StateKeeper
+from statestream.tensors import is_fake, local_of, same_layout
+
+__all__ = ["STATES", "HostKeeper", "scales_of"]
+
+STATES = (*MOMENTS, MASTER)
+
+
+def scales_of(name: str) -> str:
+    """The kind of a state's scales, in an arena of their own: one of 4 bytes for each grain."""
+    return f"{name} scales"
+
+
+class HostKeeper(StateKeeper):
+    """StateKeeper whose tensors and scales are views of arenas: made, reset and kept in place."""
+
+    def __init__(self, form: StateFormat, ranges: Any):
+        super().__init__(form)
+        self.ranges = ranges
+
+    def make(self, param: Tensor) -> dict[str, Any]:
+        state = self.ranges.views(param)
+        state[STEP].zero_()
+        for name in MOMENTS:
+            local_of(state[name]).zero_()
+        for scale in self.scales.get(param, {}).values():
+            scale.fill_(1.0)
+        if MASTER in state:
+            self.reset_master(param, state)
+        return state
+
+    def follow(self, param: Tensor, state: dict[str, Any]) -> None:
+        local, dtypes = local_of(param), self.form.dtypes(param)
+        fits = set(state) == {STEP, *dtypes} and all(
+            state[name].dtype is dtype and same_layout(local_of(state[name]), local) for name, dtype in dtypes.items()
+        )
+        if fits and self.ranges.holds(param, state):
+            return
+        # The parameter changed its shape, or someone put other tensors in the state: trainers do, which move all
+        # they find to the device.
+        self.ranges.wait()
+        # Copies: the new place may be the old one, in another layout.
+        old = {name: self.stored(param, name, state[name]).cloned() for name in dtypes if name in state}
+        step = state[STEP].clone() if STEP in state else None
+        if not fits:
+            self.ranges.rehouse(param)
+        state.clear()
+        state.update(self.ranges.views(param) if fits else self.make(param))
+        for name, value in old.items():
+            self.carry(value, self.stored(param, name, state[name]))
+        if step is not None:
+            state[STEP].copy_(step)
+
+    def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
+        if is_fake(local_of(param)):
+            local_of(state[MASTER]).zero_()  # of a parameter without data the first step makes the master
+        else:
+            super().reset_master(param, state)
