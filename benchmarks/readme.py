@@ -92,7 +92,7 @@ def offload_step(result: Result) -> Iterator[tuple[str, str]]:
     yield (
         f"{most} GB of state in host memory, simulated link of 55 GB/s each way",
         f"one pass {one_pass['ms']:.0f} ms; streamed {streamed['ms']:.0f} ms in {streamed['chunks']} chunks, "
-        f"{best['ms']:.0f} ms in {best['chunks']} ({best['state on device, peak MB'] / 1000:.1f} GB on the device)",
+        f"{best['ms']:.0f} ms in {best['chunks']} ({best['peak allocated MB'] / 1000:.1f} GB on the device)",
     )
 
 

@@ -89,6 +89,14 @@ def test_a_closure_that_raises_changes_nothing(make):
     assert_same_training(params, optimizer, reference, plain)
 
 
+@pytest.fixture
+def keyboard():
+    """SIGINT as an interactive process has it: one that a shell started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupt_at(device, name, then=lambda: None):
     """Raises SIGINT at every call of this method of the seam, and calls `then`."""
     method = getattr(device, name)
@@ -101,6 +109,7 @@ def interrupt_at(device, name, then=lambda: None):
     setattr(device, name, interrupted)
 
 
+@pytest.mark.usefixtures("keyboard")
 @pytest.mark.parametrize("step", [0, 1])
 def test_an_interrupt_from_the_keyboard_waits_for_the_end_of_the_step(make, step):
     params, reference = make_params(), make_params()
@@ -118,6 +127,7 @@ def test_an_interrupt_from_the_keyboard_waits_for_the_end_of_the_step(make, step
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("keyboard")
 def test_an_interrupt_carries_the_error_of_the_step():
     params = make_params()
     optimizer = CPUOffloadOptimizer(SignDescent(params), 60_000, elementwise=True)
