@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.readme import README, with_table
 
-EVERYWHERE = ("cpu_step", "overhead", "export_time", "export_peak", "offload_step", "growth")
+EVERYWHERE = ("cpu_step", "overhead", "export_time", "export_peak", "offload_step", "growth", "moment_formats")
 ON_A_GPU = ("gpu_step",)
 
 

@@ -20,6 +20,7 @@ LITTLE = {
     "overhead": ["--parameters", "10", "--rounds", "1"],
     "export_time": ["--elements", "5000", "--rounds", "1"],
     "offload_step": ["--gigabytes", "1", "--rounds", "1"],
+    "moment_formats": ["--steps", "3"],
     "growth": ["--most-elements", "2000000", "--most-tensors", "10", "--streamed-elements", "300000", "--rounds", "1"],
 }
 
