@@ -4,7 +4,7 @@ python -m benchmarks.moment_formats [--steps N]
 
 The demo's model, a GPT of 1.5 million BF16 weights with masters, on the same batches from the same weights. Every run
 leaves the first in the end, however small the cause: how far one does that merely begins with one weight moved by a
-last bit of its master says what of a difference is chance.
+unit in its last place says what of a difference is chance.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class Run:
         )
         self.start = self._masters(model, optimizer)
         if name == MOVED:
-            first = optimizer.state[next(iter(model.parameters()))]["master_param"].view(-1)
-            first[0] = torch.nextafter(first[0], torch.tensor(1.0))
+            with torch.no_grad():  # its master follows
+                first = model.blocks[0].qkv.weight[0]
+                first[0] = torch.nextafter(first[0], torch.ones((), dtype=torch.bfloat16))
         self.losses: list[float] = []
         for step in range(steps):
             text, following = corpus.batch(0, step, BATCH, CONTEXT)
@@ -87,7 +88,7 @@ def measure(steps: int, root: Path | None = None) -> Report:
     report.notes = [
         f"Loss in nats a byte. The largest difference is between means of {AVERAGED} steps, over the whole run. "
         "Weights apart: the distance from FP32's last weights, in units of how far those went from the first.",
-        f"{MOVED}: by one unit in the last place of its master, before the first step.",
+        f"{MOVED}: by one unit in its last place, before the first step.",
     ]
     corpus = Corpus(root)
     with deterministic(torch.device("cpu")):
