@@ -105,6 +105,18 @@ def test_scaled_formats_without_extras_are_refused(rows):
         rows.call(extras=None)
 
 
+@pytest.mark.parametrize(
+    "dtypes",
+    [Dtypes(BF16, BF16, U8, F32, None), Dtypes(BF16, BF16, F32, F16, None), Dtypes(BF16, BF16, F32, F32, F16)],
+    ids=["exp_avg", "exp_avg_sq", "master"],
+)
+def test_one_scaled_tensor_is_enough_to_need_extras(dtypes):
+    made = Rows(dtypes)
+    with pytest.raises(ValueError, match="need extras"):
+        made.call(extras=None)
+    made.assert_untouched_and_working()
+
+
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_a_seed_of_more_than_64_bits_is_refused(seed, rows):
     with pytest.raises(ValueError, match="seed"):
