@@ -113,12 +113,13 @@ def plot_of(series: dict[str, list[tuple[float, float]]]) -> Callable[..., None]
     exact = means([loss for _, loss in series["FP32"]])
 
     def plot(left, right) -> None:
-        for name, points in series.items():
+        for number, (name, points) in enumerate(series.items()):
+            line = {"label": name, "color": f"C{number}", "linewidth": 1}
             smooth = means([loss for _, loss in points])
             steps = range(len(points) - len(smooth) + 1, len(points) + 1)
-            left.plot(steps, smooth, label=name, linewidth=1)
+            left.plot(steps, smooth, **line)
             if name != "FP32":
-                right.plot(steps, [a - b for a, b in zip(smooth, exact, strict=True)], label=name, linewidth=1)
+                right.plot(steps, [a - b for a, b in zip(smooth, exact, strict=True)], **line)
         left.set(xlabel="step", ylabel=f"loss, nats a byte, mean of {AVERAGED} steps")
         right.set(xlabel="step", ylabel="the same, less FP32's")
         for axes in (left, right):

@@ -99,7 +99,7 @@ def offload_step(result: Result) -> Iterator[tuple[str, str]]:
 def moment_formats(result: Result) -> Iterator[tuple[str, str]]:
     steps = len(result.series["FP32"])
     others = [row for row in result.rows if row["moments"] != "FP32"]
-    changes = ", ".join(row["to FP32's"] + " " + row["moments"] for row in others)
+    changes = "; ".join(row["to FP32's"] + " " + row["moments"] for row in others)
     yield f"loss (nats a byte) after {steps} steps of the demo's model, less that of FP32 moments", changes
 
 

@@ -37,6 +37,13 @@ def test_five_steps_are_bit_equal(name, dtype, chunk):
     assert_same_training(params, offloaded, reference, plain)
 
 
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name.startswith("fused_adam")])
+def test_state_before_any_step_is_the_optimizers_own(name):
+    params, reference = make_params("mixed"), make_params("mixed")
+    offloaded = CPUOffloadOptimizer(OPTIMIZERS[name](params), 20_000)
+    assert_same_training(params, offloaded, reference, OPTIMIZERS[name](reference))
+
+
 @pytest.mark.parametrize("chunk", ["smallest", "middle", "one_pass"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "mixed"])
 @pytest.mark.parametrize("name", OPTIMIZERS)

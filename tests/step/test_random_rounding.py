@@ -148,11 +148,13 @@ def test_equal_parameters_are_rounded_by_bits_of_their_own():
     assert not same_bits(a, b)
 
 
-def test_how_parameters_are_grouped_changes_no_bit():
+@pytest.mark.parametrize("exp_avg_sq", [BF16, FP8], ids=str)
+def test_how_parameters_are_grouped_changes_no_bit(exp_avg_sq):
     def trained(cuts):
         params = [parameter(seed=i) for i in range(4)]
         groups = [{"params": params[i:j]} for i, j in zip((0, *cuts), (*cuts, 4), strict=True)]
-        optimizer = FusedAdam(groups, lr=0.01, exp_avg_dtype=BF16, exp_avg_sq_dtype=FP8, stochastic_rounding=True)
+        formats = {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": exp_avg_sq}
+        optimizer = FusedAdam(groups, lr=0.01, **formats, stochastic_rounding=True)
         train(optimizer)
         return params
 
