@@ -1,6 +1,5 @@
 """The README's snippets run and do what they are said to do, and its tables hold."""
 
-import ast
 import re
 from dataclasses import replace
 from io import StringIO
@@ -73,25 +72,6 @@ def test_checkpoint_snippet_restores_model_and_optimizer_bit_for_bit(tmp_path, m
         assert torch.equal(ours, theirs)
         for name, value in optimizer.state[ours].items():
             assert torch.equal(value, new_optimizer.state[theirs][name]), name
-
-
-TABLE = re.findall(r"^\| (none|`[^|]+`) \| (\d+) \| (\d+) \|$", README, re.MULTILINE)
-
-
-@pytest.mark.parametrize(("arguments", "fp32", "bf16"), TABLE, ids=[row[0] for row in TABLE])
-def test_bytes_of_state_are_what_the_table_says(arguments, fp32, bf16):
-    text = "" if arguments == "none" else arguments.strip("`")
-    call = ast.parse(f"f({text})", mode="eval").body
-    options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-    for dtype, said in ((torch.float32, fp32), (torch.bfloat16, bf16)):
-        param = nn.Parameter(torch.zeros(1000, dtype=dtype))
-        state = FusedAdam([param], **options).state[param]
-        held = sum(value.untyped_storage().nbytes() for name, value in state.items() if name != "step")
-        assert held == int(said) * param.numel()
-
-
-def test_table_has_every_mode():
-    assert len(TABLE) == 6
 
 
 def test_demos_table_in_the_readme_has_the_demos_rows(outcome):
