@@ -33,7 +33,7 @@ def measure(folder: Path, elements: int, params: int, saves: int = 0) -> dict[st
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict[str, int]:
-    return measure(tmp_path_factory.mktemp("memory"), elements=2**20, params=16)
+    return measure(tmp_path_factory.mktemp("memory"), elements=2**18, params=64)
 
 
 @pytest.mark.parametrize("path", FORMULAS)

@@ -57,7 +57,7 @@ def main(folder: Path, chunk: int) -> None:
     model = torch.nn.ParameterDict()
     settle()
     before = resident()
-    model, optimizer = build(5 << 20, 8, chunk)
+    model, optimizer = build(5 << 18, 32, chunk)
     settle()
     found = {"kept": resident() - before}
     found["export"] = extra_peak(lambda: export(model, optimizer))
