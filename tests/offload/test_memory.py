@@ -141,7 +141,7 @@ def test_each_parameter_begins_on_a_boundary_of_256_elements():
     launch = device.launch
 
     def launch_and_note(function, torch_device, table, *rest):
-        rows.extend(table[i : i + 8] for i in range(0, len(table), 8))
+        rows.extend(table.rows[i : i + 8] for i in range(0, len(table.rows), 8))
         launch(function, torch_device, table, *rest)
 
     device.launch = launch_and_note
