@@ -275,11 +275,10 @@ def test_cuda_pins_by_registering_exact_ranges(code, monkeypatch):
     assert synchronized == [torch.device("cuda", 3)], "unpinned while copies may be on their way"
 
 
-def test_freed_device_memory_is_gone_whoever_holds_the_tensor():
-    device = HostDevice()
-    block = device.allocate(1000)
+def test_freed_memory_of_a_gpu_is_gone_whoever_holds_the_tensor():
+    block = torch.empty(1000, dtype=torch.uint8)
     view = block[100:200]
-    device.free(block)
+    CudaDevice.free(None, block)
     assert view.untyped_storage().nbytes() == 0
 
 
