@@ -161,7 +161,7 @@ def doctor(json: Annotated[bool, typer.Option("--json", help="Print the findings
 @app.command()
 def convert(
     source: Annotated[Path, typer.Argument(help="A folder of torch.distributed.checkpoint, or a file of torch.save.")],
-    target: Annotated[Path, typer.Argument(help="What is written; must not be there yet.")],
+    target: Annotated[Path, typer.Argument(help="What is written; must not be there yet, nor be within the source.")],
     to: Annotated[str, typer.Option(help="torch, statestream or transformer_engine.")],
     origin: Annotated[Optional[str], typer.Option("--from", help="The same; seen from the source.")] = None,  # noqa: UP045
     masters: Annotated[
@@ -182,7 +182,7 @@ def convert(
     """Write a checkpoint anew, with the optimizer's state as torch.optim.AdamW, statestream's FusedAdam or
     Transformer Engine's FusedAdam loads it. All else in it is kept.
 
-    Of a folder host memory holds a part of 256 MiB at a time, of a file what is made anew.
+    Host memory does not grow with the checkpoint. The target appears when it is whole; the source is only read.
 
     Exit status: 0 converted, 2 it could not be: nothing was written.
     """

@@ -11,7 +11,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from statestream.convert.state_dicts import convert_state_dict, fp32_weights
+from statestream.convert.rules import Request
+from statestream.convert.scratch import Scratch
+from statestream.convert.state_dicts import StateDictView
+from statestream.convert.target import appearing
 from statestream.moments import MASTER
 
 __all__ = ["convert_file"]
@@ -36,8 +39,9 @@ def convert_file(
 ) -> None:
     """Writes a file of torch.save anew, with the optimizer's state as that of another Adam, and all else as it is.
 
-    The source is mapped, not read into memory: host memory is that of the states and weights that are made anew. The
-    target appears when it is whole.
+    The source is mapped, not read into memory, and what is made anew goes by parts into files without names beside
+    the target, so that host memory does not grow with the state; the disk needs room for the target and for those.
+    (torch's format from before 1.6 cannot be mapped and is read whole.) The target appears when it is whole.
 
     Args:
         source_file: holds nothing but tensors and plain values (``weights_only=True`` loads it).
@@ -46,32 +50,32 @@ def convert_file(
         optimizer: where its state dict is in the file, such as "optim" or "optimizer_states.0"; None: found.
         model: where the weights are; None: found by the parameters' names. Numbers say nothing of names: weights are
             found where the state dict has names, as those of (name, parameter) pairs and of DCP have.
-        progress: called with the bytes written and the bytes of the tensors in all.
+        progress: called with the bytes made and written and those to make and write in all.
 
     Raises:
         ValueError: something cannot be kept or is not there. Nothing has been written.
         OSError: a file cannot be read or written.
     """
-    target = Path(target_file)
-    if target.exists():
-        raise ValueError(f"{os.fspath(target)} is there already; give another file")
-    content = _load(Path(source_file))
-    path = _find_optimizer(content, optimizer)
-    state_dict = _at(content, path)
-    weights = _Weights(content, path, state_dict, model)
-    options: dict[str, Any] = {"source": source, "adam_w_mode": adam_w_mode, "weights": weights.by_key or None}
-    if masters == "weights":
-        if not weights.by_key:
-            raise ValueError(
-                "masters='weights': the file has no weights by the names of the optimizer's parameters (numbers do not "
-                "say which is which: make the optimizer of named_parameters(), or convert a checkpoint of DCP)"
-            )
-        made = dict(fp32_weights(state_dict, weights.by_key))
-        converted = convert_state_dict(state_dict, to, drop={*drop, MASTER}, **options)
-        content = _with(content, weights.path, weights.replaced(made))
-    else:
-        converted = convert_state_dict(state_dict, to, masters=masters, drop=drop, **options)
-    _save(_with(content, path, converted), target, progress)
+    with appearing(source_file, target_file) as part:
+        scratch = Scratch(part.parent)
+        content = _load(Path(source_file))
+        path = _find_optimizer(content, optimizer)
+        state_dict = _at(content, path)
+        weights = _Weights(content, path, state_dict, model)
+        view = StateDictView(state_dict, weights.by_key or None, scratch.make)
+        if masters != "weights":
+            converted = view.converted(Request(to, source, masters, adam_w_mode, drop))
+        else:
+            Request(to, source, masters, adam_w_mode, drop)  # refuses it where it cannot be
+            if not weights.by_key:
+                raise ValueError(
+                    "masters='weights': the file has no weights by the names of the optimizer's parameters (numbers do "
+                    "not say which is which: make the optimizer of named_parameters(), or convert a checkpoint of DCP)"
+                )
+            made = dict(view.fp32_weights())
+            converted = view.converted(Request(to, source, None, adam_w_mode, {*drop, MASTER}))
+            content = _with(content, weights.path, weights.replaced(made))
+        _write(_with(content, path, converted), scratch, part, progress)
 
 
 def _load(file: Path) -> Any:
@@ -207,18 +211,19 @@ class _Counted:
         self.file.flush()
 
 
-def _save(content: Any, target: Path, progress: Callable[[int, int], object] | None) -> None:
-    total = _tensor_bytes(content)
-    part = target.with_name(f".{target.name}.part")
-    try:
-        with part.open("xb") as file:
-            torch.save(content, _Counted(file, lambda n: progress(min(n, total), total) if progress else None))
-        part.rename(target)
-    except FileExistsError:
-        raise ValueError(f"{os.fspath(part)} is there: another conversion writes it, or one was stopped") from None
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+def _write(content: Any, scratch: Scratch, file: Path, progress: Callable[[int, int], object] | None) -> None:
+    tensors = _tensor_bytes(content)
+    total = scratch.nbytes + tensors
+
+    def said(done: int) -> None:
+        if progress is not None:
+            progress(done, total)
+
+    scratch.fill(said)
+    with file.open("xb") as stream:
+        torch.save(content, _Counted(stream, lambda written: said(scratch.nbytes + min(written, tensors))))
+        stream.flush()
+        os.fsync(stream.fileno())  # a disk that is full may say so no earlier
 
 
 def _tensor_bytes(content: Any) -> int:

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from statestream.convert.folder_io import Entry, Reader, write_checkpoint
 from statestream.convert.layout import Flat, group_label, param_label
 from statestream.convert.rules import Group, How, NewGroup, NewParam, Param, Request, convert
+from statestream.convert.target import appearing
 from statestream.convert.values import dtype_of, sources, values_of
 from statestream.moments import MASTER, STEP
 
@@ -49,7 +49,7 @@ def convert_checkpoint(
 
     Args:
         source_folder: written by ``dcp.save``, with the optimizer's state dict nested or flat.
-        target_folder: has no checkpoint yet; made if need be.
+        target_folder: is not there yet, or is empty. It appears when it is whole.
         to, source, adam_w_mode, drop: as in `convert_state_dict`.
         masters: as in `convert_state_dict`; weights are those of the checkpoint. For torch also "weights": masters
             become the weights, which are FP32 then, and nothing is lost.
@@ -59,17 +59,16 @@ def convert_checkpoint(
         progress: called with the bytes written and the bytes in all, after each piece.
 
     Raises:
-        ValueError: something cannot be kept, or is not there; it names the parameter and the way out. Nothing has
-            been written.
+        ValueError: something cannot be kept, or is not there; it names the parameter and the way out.
+        OSError: a file cannot be read or written. Either way nothing is left of the target.
     """
     request = Request(to, source, masters, adam_w_mode, drop)
     if isinstance(part_bytes, bool) or not isinstance(part_bytes, int) or part_bytes < 1:
         raise ValueError(f"part_bytes: {part_bytes!r} is not a number of bytes")
-    if (Path(target_folder) / ".metadata").exists():
-        raise ValueError(f"{os.fspath(target_folder)} holds a checkpoint already; give another folder")
-    view = _FolderView(Reader(source_folder), optimizer, model)
-    entries = view.rebuilt(convert(view.groups, request, flat=view.flat))
-    write_checkpoint(Path(target_folder), entries, part_bytes, progress)
+    with appearing(source_folder, target_folder) as part:
+        view = _FolderView(Reader(source_folder), optimizer, model)
+        entries = view.rebuilt(convert(view.groups, request, flat=view.flat))
+        write_checkpoint(part, entries, part_bytes, progress)
 
 
 @dataclass

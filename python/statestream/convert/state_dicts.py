@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,16 @@ from torch import Tensor
 
 from statestream.convert.layout import Flat, group_label, param_label
 from statestream.convert.rules import Group, How, NewGroup, Param, Request, convert
-from statestream.convert.values import join, sources, values_of
+from statestream.convert.values import sources, values_of
 from statestream.moments import MASTER, STEP
 from statestream.sharding import around
 from statestream.tensors import local_of
 
-__all__ = ["convert_state_dict", "fp32_weights"]
+__all__ = ["StateDictView", "convert_state_dict", "fp32_weights"]
 
 Weights = Mapping[Hashable, Tensor] | Sequence[Tensor]
+Make = Callable[[How, Tensor | None, Tensor | None], Tensor]
+"""From local tensors, as `values_of`."""
 
 
 @torch.no_grad()
@@ -52,8 +54,7 @@ def convert_state_dict(
     if masters == "weights":
         raise ValueError("masters='weights': a state dict holds none; drop=['master_param'], and take fp32_weights()")
     request = Request(to, source, masters, adam_w_mode, drop)
-    view = _View(state_dict, weights)
-    return view.rebuilt(convert(view.groups, request, flat=view.flat))
+    return StateDictView(state_dict, weights).converted(request)
 
 
 @torch.no_grad()
@@ -63,25 +64,14 @@ def fp32_weights(state_dict: Mapping[str, Any], weights: Weights) -> Iterator[tu
 
     Arguments as in `convert_state_dict`. ValueError where the weight of a remainder is missing or not bfloat16.
     """
-    view = _View(state_dict, weights)
-    for key, param in zip(view.keys, (p for g in view.groups for p in g.params), strict=True):
-        weight, master = view.weights.get(key), view.states.get(key, {}).get(MASTER)
-        if weight is None:
-            raise ValueError(f"weights: {param.label} is not among them")
-        if master is None or weight.dtype is torch.float32:
-            yield key, weight.float()
-        elif master.dtype is not torch.int16:
-            yield key, master
-        elif weight.dtype is torch.bfloat16:
-            yield key, around(join(local_of(weight), local_of(master)), weight)
-        else:
-            raise ValueError(f"master_param of {param.label}: remainders are of bfloat16 weights, not {weight.dtype}")
+    return StateDictView(state_dict, weights).fp32_weights()
 
 
-class _View:
-    """A state dict as the rules see it."""
+class StateDictView:
+    """A state dict as the rules see it. `make` makes values anew; the weights are as in `convert_state_dict`."""
 
-    def __init__(self, state_dict: Mapping[str, Any], weights: Weights | None):
+    def __init__(self, state_dict: Mapping[str, Any], weights: Weights | None, make: Make = values_of):
+        self.make = make
         self.source = state_dict
         self.flat = not isinstance(state_dict.get("param_groups"), (list, tuple))
         names: list[Hashable] = []
@@ -121,7 +111,30 @@ class _View:
             None if weight is None else weight.dtype,
         )
 
-    def rebuilt(self, groups: list[NewGroup]) -> dict[str, Any]:
+    def converted(self, request: Request) -> dict[str, Any]:
+        """The state dict of another Adam, as `convert_state_dict` gives it."""
+        return self._rebuilt(convert(self.groups, request, flat=self.flat))
+
+    @torch.no_grad()
+    def fp32_weights(self) -> Iterator[tuple[Hashable, Tensor]]:
+        for key, param in zip(self.keys, (p for g in self.groups for p in g.params), strict=True):
+            weight, master = self.weights.get(key), self.states.get(key, {}).get(MASTER)
+            if weight is None:
+                raise ValueError(f"weights: {param.label} is not among them")
+            if weight.dtype is torch.float32:
+                yield key, weight
+            elif master is None:
+                yield key, self._made(param.label, How.WEIGHT, None, weight)
+            elif master.dtype is not torch.int16:
+                yield key, master
+            elif weight.dtype is torch.bfloat16:
+                yield key, self._made(param.label, How.JOINED, master, weight)
+            else:
+                raise ValueError(
+                    f"master_param of {param.label}: remainders are of bfloat16 weights, not {weight.dtype}"
+                )
+
+    def _rebuilt(self, groups: list[NewGroup]) -> dict[str, Any]:
         states: dict[Hashable, dict[str, Any]] = {}
         for name, param in zip(self.keys, (param for group in groups for param in group.params), strict=True):
             if param.states:
@@ -145,8 +158,15 @@ class _View:
     def _value(self, name: Hashable, key: str, how: How) -> Tensor:
         kept, needs_weight = sources(how, key)
         state = None if kept is None else self.states[name][kept]
+        return self._made(param_label(name), how, state, self.weights[name] if needs_weight else None)
+
+    def _made(self, label: str, how: How, state: Tensor | None, weight: Tensor | None) -> Tensor:
         if how is How.KEPT:
             return state
-        weight = self.weights[name] if needs_weight else None
-        made = values_of(how, *(None if t is None else local_of(t.detach()) for t in (state, weight)))
-        return around(made, state if state is not None else weight)
+        if state is not None and weight is not None and state.shape != weight.shape:
+            raise ValueError(
+                f"master_param of {label} has shape {tuple(state.shape)} and its weight {tuple(weight.shape)}: they "
+                "are not of one parameter"
+            )
+        made = self.make(how, *(None if t is None else local_of(t.detach()) for t in (state, weight)))
+        return around(made, weight if state is None else state)
