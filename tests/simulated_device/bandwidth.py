@@ -87,7 +87,7 @@ class TimedDevice:
 class _SizedArena:
     """An Arena's arithmetic without its memory."""
 
-    block = None
+    block, kind = None, "state"
 
     def __init__(self, units: Sequence[Unit], kind: int):
         self._sizes = [unit.sizes[kind] for unit in units]

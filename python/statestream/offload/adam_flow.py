@@ -40,6 +40,8 @@ class Job:
     kinds: tuple[int, ...]
     """Where its states, and then their scales, are among the bank's arenas; -1 for what it has not."""
     ordinal: int
+    grad_kind: int = -1
+    """Where its gradient is among the bank's arenas, if it was offloaded."""
     runs: tuple[Run, ...] = ()
     number: int = 0
 
@@ -182,7 +184,10 @@ class AdamFlow:
             values, scales = (ring[offsets[kind] :] if kind >= 0 else None for kind in job.master_kinds)
             refresh = (weight, *job.master(n, values, scales))
         keep.append((weight, job.grad, self.counts, refresh))
-        grad = job.grad.data_ptr() + begin * job.grad.element_size()
+        if job.grad_kind >= 0:
+            grad = ring.data_ptr() + self.layout.place(stage.chunk, piece, job.grad_kind)
+        else:
+            grad = job.grad.data_ptr() + begin * job.grad.element_size()
         row = self.row(job, n, weight.data_ptr(), grad, places[: len(STATES)])
         table.add(job, begin, row, places[len(STATES) :])
 

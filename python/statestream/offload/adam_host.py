@@ -29,9 +29,9 @@ Placed = tuple[Piece, int]
 """A piece, and its offset in the slot: gradients first, weights after them."""
 
 
-def grain_bytes(param: Tensor) -> int:
-    """Bytes of a slot that one grain of the parameter takes."""
-    return _GRAD_BYTES + GRAIN_ELEMENTS * param.element_size()
+def grain_bytes(param: Tensor, offloaded: bool = False) -> int:
+    """Bytes of a slot that one grain of the parameter takes; `offloaded`: its gradient is in host memory."""
+    return (0 if offloaded else _GRAD_BYTES) + GRAIN_ELEMENTS * param.element_size()
 
 
 class AdamOnHost:
@@ -50,9 +50,10 @@ class AdamOnHost:
             job = self.flow.jobs[piece.unit]
             if (piece.unit, piece.first) in self.done or is_fake(job.local):
                 continue
-            found += _passage(job.grad, job.span(piece), at)
+            if job.grad_kind < 0:
+                found += _passage(job.grad, job.span(piece), at)
             if job.reads_weight:
-                found += _passage(job.local, job.span(piece), _weights(piece, at))
+                found += _passage(job.local, job.span(piece), _weights(job, piece, at))
         return found
 
     def up(self, chunk: Sequence[Placed]) -> list[Passage]:
@@ -60,7 +61,7 @@ class AdamOnHost:
         for piece, at in chunk:
             job = self.flow.jobs[piece.unit]
             if (piece.unit, piece.first) in self.done and not is_fake(job.local):
-                found += _passage(job.local, job.span(piece), _weights(piece, at))
+                found += _passage(job.local, job.span(piece), _weights(job, piece, at))
         return found
 
     def step(self, chunk: Sequence[Placed], slot: Tensor | None) -> None:
@@ -104,9 +105,13 @@ class AdamOnHost:
             return
         begin, n = job.span(piece)
         if self.in_place:
-            weight, grad = flat(job.local)[begin : begin + n], flat(job.grad)[begin : begin + n]
+            weight = flat(job.local)[begin : begin + n]
         else:
-            weight, grad = _in_slot(slot, _weights(piece, at), n, job.local), _in_slot(slot, at, n, job.grad)
+            weight = _in_slot(slot, _weights(job, piece, at), n, job.local)
+        if self.in_place or job.grad_kind >= 0:
+            grad = flat(job.grad)[begin : begin + n]
+        else:
+            grad = _in_slot(slot, at, n, job.grad)
         bank = self.flow.layout.banks[self.flow.layout.units[piece.unit].bank]
         states = {kind: bank.arenas[kind].block[bank.start(kind, piece) :] for kind in job.kinds if kind >= 0}
         if job.refresh and n:
@@ -118,9 +123,9 @@ class AdamOnHost:
         table.add(job, begin, row, places[len(STATES) :])
 
 
-def _weights(piece: Piece, at: int) -> int:
+def _weights(job: Any, piece: Piece, at: int) -> int:
     """Where the weights of a piece begin in the slot."""
-    return at + _GRAD_BYTES * (piece.last - piece.first)
+    return at if job.grad_kind >= 0 else at + _GRAD_BYTES * (piece.last - piece.first)
 
 
 def _in_slot(slot: Tensor, at: int, n: int, like: Tensor) -> Tensor:

@@ -16,7 +16,10 @@ from torch import Tensor
 from statestream.offload.device import HostMemory
 from statestream.offload.plan import Piece
 
-__all__ = ["Arena", "Bank"]
+__all__ = ["GRADS", "Arena", "Bank"]
+
+GRADS = "grads"
+"""The kind that a step reads and leaves alone: gradients that were offloaded in backward."""
 
 
 class Arena:

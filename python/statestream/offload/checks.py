@@ -12,7 +12,7 @@ from statestream.offload.muon_layouts import muon_layout
 from statestream.quantized import is_quantized
 from statestream.tensors import local_of
 
-__all__ = ["ELEMENTWISE", "check_groups", "check_optimizer", "check_share", "device_of"]
+__all__ = ["ELEMENTWISE", "check_gradients", "check_groups", "check_optimizer", "check_share", "device_of"]
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -56,6 +56,23 @@ def check_share(optimizer: Any, cpu_fraction: Any, cpu_threads: Any) -> None:
         return
     if isinstance(cpu_threads, bool) or not isinstance(cpu_threads, int) or not 1 <= cpu_threads <= 4096:
         raise ValueError(f"cpu_threads: {cpu_threads!r} is not valid; give a number of threads from 1 to 4096, or None")
+
+
+def check_gradients(optimizer: Any, offload_gradients: Any) -> None:
+    if not isinstance(offload_gradients, bool):
+        raise ValueError(f"offload_gradients: {offload_gradients!r} is not valid; give True or False")
+    if not offload_gradients:
+        return
+    if not isinstance(optimizer, FusedAdam):
+        raise ValueError(
+            f"offload_gradients: it is for FusedAdam, which steps with FP32 gradients whatever the parameters are; a "
+            f"{type(optimizer).__name__} reads them where backward leaves them"
+        )
+    if optimizer.use_decoupled_grad:
+        raise ValueError(
+            "offload_gradients: it takes `grad` in backward, and use_decoupled_grad=True steps with `decoupled_grad`; "
+            "choose one of the two"
+        )
 
 
 def check_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:

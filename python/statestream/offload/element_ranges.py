@@ -21,10 +21,12 @@ from statestream.kernels import AdamOptions, Formats
 from statestream.moments import STEP
 from statestream.offload import stream
 from statestream.offload.adam_flow import AdamFlow, Job
+from statestream.offload.arena import GRADS
+from statestream.offload.gradients import GRAD_BYTES, OffloadedGradients
 from statestream.offload.host_keeper import STATES, HostKeeper, scales_of
 from statestream.offload.host_side import HostSide
 from statestream.offload.plan import GRAIN_ELEMENTS, Unit
-from statestream.offload.store import Entry, compact_copy, largest_shard
+from statestream.offload.store import Entry, Home, compact_copy, largest_shard
 from statestream.offload.units import Units
 from statestream.promised_state import PromisedState
 from statestream.row_extras import scale_count
@@ -50,13 +52,16 @@ class ElementRanges(Units):
         budget: int | None,
         cpu_fraction: float | str = 0.0,
         cpu_threads: int | None = None,
+        offload_gradients: bool = False,
     ):
         super().__init__(inner, device, budget)
-        self.host = HostSide(self.store, cpu_fraction, cpu_threads)
+        self.host = HostSide(self.store, cpu_fraction, cpu_threads, offload_gradients)
+        self.gradients = OffloadedGradients(self, cpu_threads) if offload_gradients else None
         self._counters: dict[int, Tensor] = {}
         self._views: dict[int, dict[str, Any]] = {}
         form = inner.form
-        self.kinds = (*STATES, *(scales_of(name) for name in STATES if form.dtype_of(name) in SCALED))
+        scales = [scales_of(name) for name in STATES if form.dtype_of(name) in SCALED]
+        self.kinds = (*STATES, *([GRADS] if offload_gradients else []), *scales)
         state, keeper, table = dict(inner.state), inner._keeper, inner._table
         inner._keeper = HostKeeper(form, self)
         inner._table = StepTable(inner._keeper, inner.rounding)
@@ -85,6 +90,8 @@ class ElementRanges(Units):
                             self.inner._keeper.stored(param, name, state[name]).take_over(value)
                         else:
                             state[name].copy_(value)
+        if self.gradients is not None:
+            self.gradients.attend()
 
     def reserve(self, params: Sequence[Tensor]) -> None:
         """Host memory for those of `params` that have none yet, in one bank."""
@@ -108,6 +115,8 @@ class ElementRanges(Units):
         local = local_of(param)
         numel = max(prod(largest_shard(param)), local.numel())
         grain_bytes = [dtypes[kind].itemsize * GRAIN_ELEMENTS if kind in dtypes else 0 for kind in STATES]
+        if self.gradients is not None:
+            grain_bytes.append(GRAD_BYTES * GRAIN_ELEMENTS)
         scaled = [name for name in STATES if scales_of(name) in self.kinds]
         grain_bytes += [torch.float32.itemsize if dtypes.get(name) in SCALED else 0 for name in scaled]
         grains = max(1, -(-numel // GRAIN_ELEMENTS))
@@ -131,10 +140,7 @@ class ElementRanges(Units):
     @torch.no_grad()
     def views(self, param: Tensor) -> dict[str, Any]:
         """The parameter's state as tensors in host memory, distributed as the parameter is."""
-        if self.store.home(param) is None:
-            self.wait()
-            self.reserve([param])
-        home = self.store.home(param)
+        home = self.home_of(param)
         local = local_of(param)
         state: dict[str, Any] = {STEP: self._counters[id(param)]}
         scales = {}
@@ -149,6 +155,13 @@ class ElementRanges(Units):
             self.inner._keeper.scales[param] = scales
         self._views[id(param)] = dict(state)
         return state
+
+    def home_of(self, param: Tensor) -> Home:
+        """Where the parameter's state lies; it gets a place if it has none."""
+        if self.store.home(param) is None:
+            self.wait()
+            self.reserve([param])
+        return self.store.home(param)
 
     def holds(self, param: Tensor, state: dict[str, Any]) -> bool:
         """Whether these are the very tensors that `views` gave."""
@@ -166,8 +179,16 @@ class ElementRanges(Units):
         return twin
 
     @property
+    def host_bytes(self) -> int:
+        return self.store.nbytes - self.gradient_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(arena.nbytes for bank in self.store.banks for arena in bank.arenas if arena.kind == GRADS)
+
+    @property
     def staging_bytes(self) -> int:
-        return self.host.staging_bytes
+        return self.host.staging_bytes + (0 if self.gradients is None else self.gradients.staging.nbytes)
 
     # ---- the step ----
 
@@ -189,16 +210,19 @@ class ElementRanges(Units):
                 flow.commit()
             if whole and stages:
                 self.host.stepped(host)
+            if self.gradients is not None:
+                self.gradients.clear()
         for group in self.inner.param_groups:
             group[STEP] += 1
 
     def _jobs(self) -> dict[int, Job]:
         """Work by unit of the plan."""
         inner, table = self.inner, self.inner._table
-        if inner._keeper.ranges is not self:
+        if not self.in_charge:
             raise RuntimeError("another CPUOffloadOptimizer has taken over this FusedAdam; step that one")
-        grad_name = "decoupled_grad" if inner.use_decoupled_grad else "grad"
-        with_grad = [p for p in self.params() if getattr(p, grad_name, None) is not None]
+        if self.gradients is not None:
+            self.gradients.gather()
+        with_grad = [p for p in self.params() if self._has_grad(p)]
         self.follow(with_grad)
         if any(self.store.home(p) is None for p in with_grad):
             self.wait()
@@ -210,18 +234,45 @@ class ElementRanges(Units):
             options = inner._options(group)
             for param in group["params"]:
                 ordinal += 1
-                grad = getattr(param, grad_name, None)
-                if grad is not None and id(param) not in found:
-                    found[id(param)] = self._job(table, names[id(param)], param, grad, options, ordinal)
+                if id(param) not in found and self._has_grad(param):
+                    found[id(param)] = self._job(table, names[id(param)], param, options, ordinal)
         for number, job in enumerate(found.values()):
             job.number = number
+            if self.gradients is not None:  # now that no state moves any more
+                job.grad = self.gradients.sum_of(job.param)
         return {self.store.home(job.param).unit: job for job in found.values()}
 
-    def _job(self, table: StepTable, name: str, param: Tensor, grad: Tensor, options: AdamOptions, ordinal: int) -> Job:
+    @property
+    def in_charge(self) -> bool:
+        """Whether the optimizer's state is here, and in no other such object."""
+        return getattr(self.inner._keeper, "ranges", None) is self
+
+    @property
+    def last_store(self) -> Any:
+        """The event after which the last step has left host memory alone."""
+        return self._last_store
+
+    def _has_grad(self, param: Tensor) -> bool:
+        if self.gradients is not None:
+            return self.gradients.has(param)
+        return getattr(param, self._grad_name, None) is not None
+
+    @property
+    def _grad_name(self) -> str:
+        return "decoupled_grad" if self.inner.use_decoupled_grad else "grad"
+
+    def _grad(self, table: StepTable, name: str, param: Tensor, local: Tensor) -> Tensor:
+        """The local gradient, checked."""
+        if self.gradients is not None:
+            self.gradients.check(param, name)
+            return self.gradients.sum_of(param)
+        return table.checked_grad(param, local, getattr(param, self._grad_name), name)
+
+    def _job(self, table: StepTable, name: str, param: Tensor, options: AdamOptions, ordinal: int) -> Job:
         local = local_of(param)
         check_param(local, name)
         table.rounding.check(local, name)
-        grad = table.checked_grad(param, local, grad, name)
+        grad = self._grad(table, name, param, local)
         state = self.inner.state[param]
         self.inner._keeper.follow(param, state)
         tensors = {kind: local_of(state[kind]) for kind in STATES if kind in state}
@@ -243,6 +294,7 @@ class ElementRanges(Units):
             stochastic=table.rounding.of(formats),
             refresh=has_master and table.was_written(param, local),
             kinds=tuple(kinds),
+            grad_kind=-1 if self.gradients is None else self.kinds.index(GRADS),
             ordinal=ordinal,
         )
         if job.needs_extras:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,13 +17,14 @@ __all__ = ["HostSide"]
 
 
 class HostSide:
-    """`cpu_fraction` and `cpu_threads` are CPUOffloadOptimizer's.
+    """`cpu_fraction` and `cpu_threads` are CPUOffloadOptimizer's; `offloaded`: gradients are in host memory already.
 
     Host memory: SLOTS slots of SLOT_BYTES, of less where all parameters need less, none where they are on the CPU.
     """
 
-    def __init__(self, store: StateStore, cpu_fraction: float | str, cpu_threads: int | None):
+    def __init__(self, store: StateStore, cpu_fraction: float | str, cpu_threads: int | None, offloaded: bool = False):
         self.store, self.threads = store, cpu_threads
+        self._grain_bytes = partial(grain_bytes, offloaded=offloaded)
         self._fraction = cpu_fraction
         self._balance = Balance() if cpu_fraction == "auto" else None
         self._slots: list[Tensor] = []
@@ -75,11 +77,11 @@ class HostSide:
         layout = self.store.layout
         if self._chunks is None or self._chunks[0] is not layout:
             room = SLOT_BYTES if in_place else self._slots[0].numel()
-            self._chunks = layout, self.store.host_chunks(grain_bytes, room)
+            self._chunks = layout, self.store.host_chunks(self._grain_bytes, room)
         return self._chunks[1]
 
     def _take_slots(self, device: Any) -> None:
-        grains = [grain_bytes(param) for bank in self.store.banks for param in bank.units]
+        grains = [self._grain_bytes(param) for bank in self.store.banks for param in bank.units]
         needed = sum(g * unit.grains for g, unit in zip(grains, self.store.layout.units, strict=True))
         room = max(min(needed, SLOT_BYTES), max(grains, default=1))
         if not self._slots or self._slots[0].numel() < room:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence, Set
 from itertools import accumulate
 
-from statestream.offload.arena import Bank
+from statestream.offload.arena import GRADS, Bank
 from statestream.offload.plan import Chunk, Piece, Plan, Unit
 from statestream.offload.stream import Stage, Transfer
 
@@ -92,5 +92,6 @@ class Layout:
         for kind, arena in enumerate(bank.arenas):
             begin, end = bank.start(kind, first), bank.end(kind, last)
             if begin < end:
-                transfers.append(Transfer(arena.block, begin, self.place(chunk, first, kind), end - begin))
+                place = self.place(chunk, first, kind)
+                transfers.append(Transfer(arena.block, begin, place, end - begin, stored=arena.kind != GRADS))
         return transfers

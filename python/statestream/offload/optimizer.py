@@ -6,7 +6,8 @@ of the state as exported (FP32 for FusedAdam, S otherwise) and C = step_chunk_by
 * device, between steps: none; during a step: at most C (None: S and, unless FusedAdam is inside, the parameters);
 * host: S always; S + E from `state_dict()` on while its result is held, with `state_dict_snapshot=False` S plus what
   is not stored as it is exported; S + 2E while `dcp.async_save` writes, whose stager copies once more; a load writes
-  in place and needs S plus the checkpoint; with cpu_fraction `plan.staging_bytes`, 48 MiB at most, on top of S.
+  in place and needs S plus the checkpoint; with cpu_fraction or offload_gradients `plan.staging_bytes`, 48 MiB at most
+  for each, on top of S, and for offloaded gradients `plan.gradient_bytes`, 4 an element.
 
 On a machine without a GPU the same code streams through host memory: then C comes on top of S. With cpu_fraction=1
 nothing does.
@@ -25,9 +26,10 @@ from statestream.arguments import as_number
 from statestream.fused_adam import FusedAdam
 from statestream.memory import MemoryReport, report_of
 from statestream.offload.checkpoint import export_state, load_state
-from statestream.offload.checks import check_groups, check_optimizer, check_share, device_of
+from statestream.offload.checks import check_gradients, check_groups, check_optimizer, check_share, device_of
 from statestream.offload.device import device_for
 from statestream.offload.element_ranges import ElementRanges
+from statestream.offload.gradients import OffloadedGradients
 from statestream.offload.interrupts import interrupts_held
 from statestream.offload.muon import MuonBatches
 from statestream.offload.muon_layouts import muon_layout
@@ -35,7 +37,7 @@ from statestream.offload.one_pass import OnePass
 from statestream.offload.step_plan import StepPlan, plan_of
 from statestream.offload.whole_parameters import WholeParameters
 from statestream.scaling import scaling_of
-from statestream.tensors import local_of
+from statestream.tensors import is_dtensor, local_of
 
 __all__ = ["CPUOffloadOptimizer"]
 
@@ -65,13 +67,17 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             long the first steps take. Where parameters are on the CPU, 1 saves the copies, and "auto" is 1.
         cpu_threads: of the host's share. None: the cores that this process may use, divided by LOCAL_WORLD_SIZE.
             OMP_NUM_THREADS, which launchers set to 1, has no part in it, and torch's own setting is left alone.
+        offload_gradients: FusedAdam alone. Gradients are added up in FP32 in host memory as backward makes them, and
+            `grad` is None then: they are freed early, micro-batches are summed with nothing lost, and `step()` takes
+            the sums, and uses them up. Clip with this object's `clip_grad_norm_`. Not with GradScaler, nor with
+            DistributedDataParallel; fully_shard is served. Chunks hold gradients too, within step_chunk_bytes.
         state_dict_snapshot: `state_dict()` copies, so that the result does not change with later steps. False:
             live tensors, for synchronous saves where host memory is short.
 
     Raises:
         ValueError: capturable or differentiable groups, LBFGS, an optimizer of which it is not known whether it is
-            elementwise, parameters on several devices, a share of the host that is out of range or of another
-            optimizer than FusedAdam.
+            elementwise, parameters on several devices, a share of the host that is out of range, or that or
+            offload_gradients of another optimizer than FusedAdam.
 
     Host memory is taken here, pinned where parameters are on a GPU, in one block a kind of state; if the system
     refuses to pin it, it is pageable, with one warning. State is read through this object (`opt.state`,
@@ -95,17 +101,20 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         state_dict_snapshot: bool = True,
         cpu_fraction: float | str = 0.0,
         cpu_threads: int | None = None,
+        offload_gradients: bool = False,
     ):
         if isinstance(optimizer, CPUOffloadOptimizer):
             raise TypeError("optimizer: it is a CPUOffloadOptimizer already")
         check_optimizer(optimizer, step_chunk_bytes, elementwise)
         check_share(optimizer, cpu_fraction, cpu_threads)
+        check_gradients(optimizer, offload_gradients)
         self._settings = {
             "step_chunk_bytes": step_chunk_bytes,
             "elementwise": elementwise,
             "state_dict_snapshot": bool(state_dict_snapshot),
             "cpu_fraction": cpu_fraction,
             "cpu_threads": cpu_threads,
+            "offload_gradients": offload_gradients,
         }
         self.inner = optimizer
         self._become_optimizer()
@@ -123,8 +132,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         device = device_for(device_of(self.inner))
         budget = self._settings["step_chunk_bytes"]
         if isinstance(self.inner, FusedAdam):
-            share = self._settings["cpu_fraction"], self._settings["cpu_threads"]
-            units: Any = ElementRanges(self.inner, device, budget, *share)
+            options = {k: self._settings[k] for k in ("cpu_fraction", "cpu_threads", "offload_gradients")}
+            units: Any = ElementRanges(self.inner, device, budget, **options)
         elif self._settings["elementwise"] is False:
             return OnePass(self.inner, device)
         elif (layout := muon_layout(self.inner)) is not None:
@@ -214,11 +223,34 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             warnings.warn(self.plan.complaint(self.units.smallest), RuntimeWarning, stacklevel=3)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As the inner optimizer does."""
+        """As the inner optimizer does; the same is done with gradients that were offloaded."""
+        if (gradients := self._gradients) is not None:
+            gradients.clear(set_to_none is not False)
         if set_to_none is None:
             self.inner.zero_grad()
         else:
             self.inner.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def _gradients(self) -> OffloadedGradients | None:
+        return getattr(self.units, "gradients", None)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scales gradients so that the norm of all of them is at most `max_norm`; returns the norm before, a tensor of
+        one element, on every rank the norm of the whole. Call it on every rank, between backward and `step()`.
+
+        With offload_gradients, where torch.nn.utils.clip_grad_norm_ finds no gradients: with its arithmetic, on the
+        FP32 sums in host memory. DTensors on several meshes are taken together. Without, it is that function.
+
+        Raises:
+            ValueError: `norm_type` is not above 0.
+            RuntimeError: the norm is not finite, with `error_if_nonfinite`; nothing was scaled.
+        """
+        if (gradients := self._gradients) is not None:
+            return gradients.clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
+        norm = torch.nn.utils.clip_grad_norm_(self.units.params(), max_norm, norm_type, error_if_nonfinite)
+        return norm.full_tensor() if is_dtensor(norm) else norm
 
     # ---- the step ----
 
@@ -257,6 +289,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         if legacy:
             raise TypeError(f"step() got an unexpected keyword argument {next(iter(legacy))!r}")
         handed = {k: self.__dict__[k] for k in ("grad_scale", "found_inf") if k in self.__dict__}
+        if self._gradients is not None and (scaler is not None or handed):
+            raise RuntimeError(
+                "GradScaler finds no gradients to unscale, or to look for infinities in: with offload_gradients=True "
+                "they are in host memory. Train in BF16, which needs no scaling, or with offload_gradients=False"
+            )
         if scaler is not None:
             grad_scale, found_inf = scaling_of(self, scaler)
         else:
@@ -356,7 +393,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def __getstate__(self) -> dict[str, Any]:
         self.units.wait()
-        return {"settings": self._settings, "inner": self.units.detached()}
+        gradients = {} if self._gradients is None else self._gradients.copies()
+        return {"settings": self._settings, "inner": self.units.detached(), "gradients": gradients}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -364,6 +402,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._settings = state["settings"]
         self._become_optimizer()
         self.units = self._build()
+        if self._gradients is not None:
+            self._gradients.restore(state["gradients"])
 
     def __repr__(self) -> str:
         return f"CPUOffloadOptimizer(step_chunk_bytes={self.step_chunk_bytes}, {self.inner!r})"

@@ -13,12 +13,13 @@ class StepPlan:
     """Bytes, on this rank.
 
     step_chunk_bytes: the bound that was asked for (None: one pass).
-    device_bytes: most state on the device at any moment of a step; more than `step_chunk_bytes` where something
-        that is stepped whole exceeds it by itself. Of an optimizer that is not FusedAdam, a copy of the parameters
-        that are being stepped is part of it.
+    device_bytes: most state, and gradients that were offloaded, on the device at any moment of a step; more than
+        `step_chunk_bytes` where something that is stepped whole exceeds it by itself. Of an optimizer that is not
+        FusedAdam, a copy of the parameters that are being stepped is part of it.
     host_bytes: host memory that holds state.
-    staging_bytes: host memory that gradients and weights of the host's share pass through.
-    pinned_bytes: how much of both is pinned.
+    gradient_bytes: host memory for gradients that backward offloads.
+    staging_bytes: host memory that gradients and weights pass through, of the host's share and of backward.
+    pinned_bytes: how much of all three is pinned.
     chunks: how many pieces the state moves in.
     alone: what exceeds `step_chunk_bytes` by itself, the largest first: the parameter's name, and bytes.
     """
@@ -26,6 +27,7 @@ class StepPlan:
     step_chunk_bytes: int | None
     device_bytes: int
     host_bytes: int
+    gradient_bytes: int
     staging_bytes: int
     pinned_bytes: int
     chunks: int
@@ -58,6 +60,7 @@ def plan_of(units: Any) -> StepPlan:
         step_chunk_bytes=store.budget,
         device_bytes=units.device_bytes,
         host_bytes=units.host_bytes,
+        gradient_bytes=units.gradient_bytes,
         staging_bytes=units.staging_bytes,
         pinned_bytes=units.device.memory.pinned_bytes,
         chunks=len(store.plan.chunks),

@@ -29,12 +29,13 @@ the time that Python takes."""
 
 @dataclass(frozen=True)
 class Transfer:
-    """One range of host memory and its place in the ring, in bytes."""
+    """One range of host memory and its place in the ring, in bytes. `stored`: whether it goes back, as state does."""
 
     host: Any
     host_offset: int
     ring_offset: int
     nbytes: int
+    stored: bool = True
 
 
 @dataclass(frozen=True)
@@ -165,4 +166,5 @@ class _Flow:
 
     def _copy_out(self, queue: Any, stage: Stage) -> None:
         for t in stage.transfers:
-            self.device.copy(queue, t.host, t.host_offset, self.ring, t.ring_offset, t.nbytes)
+            if t.stored:
+                self.device.copy(queue, t.host, t.host_offset, self.ring, t.ring_offset, t.nbytes)

@@ -85,8 +85,13 @@ class Units:
         return self.store.nbytes
 
     @property
+    def gradient_bytes(self) -> int:
+        """Host memory for gradients that backward offloads."""
+        return 0
+
+    @property
     def staging_bytes(self) -> int:
-        """Host memory that gradients and weights of the host's own share pass through."""
+        """Host memory that gradients and weights pass through."""
         return 0
 
     @property

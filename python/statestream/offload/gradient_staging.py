@@ -1,0 +1,152 @@
+"""Gradients on their way from a device to the sums in host memory: through slots, added up by threads beside backward.
+
+Why each wait is there, and there are no others:
+
+* the down queue waits for the queue that made a gradient (the one current where it was taken);
+* whoever adds a slot up waits for its copies, and for the last step: until its loads are done the sums are read;
+* a slot is filled again when it was added up;
+* all are added up before a second gradient of a parameter is taken: threads must not meet in a sum.
+
+A gradient is kept until its copies are done, and no longer: so much of the device's memory is still taken, and the
+slots bound it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["SLOTS", "SLOT_BYTES", "GradientStaging", "add_up"]
+
+SLOTS = 3
+"""One that is filled, one that arrives, one that is added up."""
+
+SLOT_BYTES = 16 << 20
+"""Large enough that the start of a thread does not show, small enough that what was brought is still in a cache."""
+
+_ALIGNMENT = 64
+
+
+def add_up(total: Tensor, grad: Tensor, first: bool) -> None:
+    """The first gradient is the sum; others are added to it in FP32."""
+    if first:
+        total.copy_(grad)
+    else:
+        total.add_(grad)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Elements of one gradient in a slot, and their place in the sum."""
+
+    total: Tensor
+    staged: Tensor
+    first: bool
+
+    def add_part(self, part: int, parts: int) -> None:
+        n = self.total.numel()
+        begin, end = part * n // parts, (part + 1) * n // parts
+        add_up(self.total[begin:end], self.staged[begin:end], self.first)
+
+
+@dataclass
+class _Slot:
+    block: Tensor
+    end: int = 0
+    rows: list[_Row] = field(default_factory=list)
+    params: set[int] = field(default_factory=set)
+    kept: list[Tensor] = field(default_factory=list)
+    """Gradients on the device whose copies may not be done."""
+    workers: list[Any] = field(default_factory=list)
+
+
+class GradientStaging:
+    """`parts()` is the number of threads that add one slot up."""
+
+    def __init__(self, parts: Callable[[], int]):
+        self._parts = parts
+        self._slots: list[_Slot] = []
+        self._filling = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of the slots."""
+        return sum(slot.block.numel() for slot in self._slots)
+
+    def prepare(self, device: Any, gradient_bytes: int) -> None:
+        """Takes slots, for gradients of so many bytes in all: before any is taken, and when there are to be more."""
+        room = max(min(-(-gradient_bytes // _ALIGNMENT) * _ALIGNMENT, SLOT_BYTES), _ALIGNMENT)
+        if not self._slots or self._slots[0].block.numel() < room:
+            self.finish(device, None)
+            self._slots = [_Slot(device.memory.block(room)) for _ in range(SLOTS)]
+
+    def take(self, device: Any, param: int, total: Tensor, grad: Tensor, first: bool, after: Any) -> None:
+        """Queues the way of a gradient into `total`, both flat. `param` tells parameters apart; the sums may be
+        written from the event `after` on."""
+        if any(param in slot.params for slot in self._slots):
+            self.finish(device, after)
+        device.wait(device.down, device.record(device.compute))
+        at, size = 0, grad.element_size()
+        while at < grad.numel():
+            slot = self._slot_with_room(device, after)
+            n = min(grad.numel() - at, (slot.block.numel() - slot.end) // size)
+            slot.kept.append(grad)
+            device.copy(device.down, slot.block, slot.end, grad.view(torch.uint8), at * size, n * size)
+            staged = slot.block[slot.end : slot.end + n * size].view(grad.dtype)
+            slot.rows.append(_Row(total[at : at + n], staged, first))
+            slot.params.add(param)
+            slot.end += -(-n * size // _ALIGNMENT) * _ALIGNMENT
+            at += n
+
+    def finish(self, device: Any, after: Any) -> None:
+        """Waits until every gradient that was taken is in its sum; raises what kept one from it."""
+        try:
+            if self._slots:
+                self._start(device, self._slots[self._filling], after)
+        finally:
+            self._join(self._slots)
+
+    def _slot_with_room(self, device: Any, after: Any) -> _Slot:
+        slot = self._slots[self._filling]
+        if slot.end >= slot.block.numel():
+            self._start(device, slot, after)
+            self._filling = (self._filling + 1) % len(self._slots)
+            slot = self._slots[self._filling]
+            self._join([slot])
+        return slot
+
+    def _start(self, device: Any, slot: _Slot, after: Any) -> None:
+        if slot.rows and not slot.workers:
+            arrived, parts = device.record(device.down), self._parts()
+            for part in range(parts):
+                slot.workers.append(device.start(_adding(slot, (after, arrived), part, parts)))
+
+    @staticmethod
+    def _join(slots: Sequence[_Slot]) -> None:
+        with contextlib.ExitStack() as stack:  # every thread is joined, whatever one of them raises
+            for slot in slots:
+                stack.callback(_emptied, slot)
+                for worker in slot.workers:
+                    stack.callback(worker.result)
+
+
+def _adding(slot: _Slot, events: Sequence[Any], part: int, parts: int) -> Iterator[Any]:
+    """The flow of one thread: its part of each row."""
+    yield from events
+    slot.kept.clear()
+    for row in slot.rows:
+        row.add_part(part, parts)
+        yield None
+
+
+def _emptied(slot: _Slot) -> None:
+    slot.end = 0
+    slot.workers.clear()
+    slot.rows.clear()
+    slot.params.clear()
+    slot.kept.clear()

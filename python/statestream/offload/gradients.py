@@ -1,0 +1,224 @@
+"""Gradients that backward offloads: each is added to an FP32 sum in host memory once it is final, and `grad` is None.
+
+They are taken by hooks that torch runs when a gradient was accumulated (``register_post_accumulate_grad_hook``). FSDP2
+runs the same hooks of a sharded parameter itself, once its gradient is reduced and set: only then, so that
+micro-batches without gradient synchronisation are summed by FSDP2 on the device, and arrive once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream.offload.arena import GRADS
+from statestream.offload.clipping import global_norm
+from statestream.offload.gradient_staging import GradientStaging, add_up
+from statestream.offload.host_threads import host_threads
+from statestream.step_table import StepTable
+from statestream.tensors import flat, is_fake, local_of
+
+__all__ = ["GRAD_BYTES", "OffloadedGradients"]
+
+GRAD_BYTES = 4
+"""Of an element in host memory: FP32, whatever backward makes."""
+
+
+class _Hook:
+    """What torch calls. It keeps neither the optimizer nor its memory alive."""
+
+    def __init__(self, gradients: OffloadedGradients, name: str):
+        self._gradients, self._name = weakref.ref(gradients), name
+
+    def __call__(self, param: Tensor) -> None:
+        gradients = self._gradients()
+        if gradients is not None:
+            gradients.take(param, self._name)
+
+
+class OffloadedGradients:
+    """Of the parameters of `owner`, an ElementRanges: the sums lie in its arenas.
+
+    The sums since the last step (or zero_grad) are what the next step uses, and uses up. An error on the way of a
+    gradient is raised by the next call that needs it; from then on the sums are incomplete, and steps refuse them,
+    until they are dropped.
+    """
+
+    def __init__(self, owner: Any, cpu_threads: int | None):
+        self.owner = owner
+        self.staging = GradientStaging(lambda: max(host_threads(cpu_threads) // torch.get_num_threads(), 1))
+        self._sums: dict[int, Tensor] = {}
+        """By parameter, each shaped and laid out as the local parameter was when it was written."""
+        self._hooks: dict[int, tuple[Tensor, Any]] = {}
+        self._incomplete = False
+        self._lock = threading.Lock()  # autograd calls hooks on threads of its own
+        weakref.finalize(self, _remove, self._hooks)
+
+    # ---- in backward ----
+
+    def attend(self) -> None:
+        """Hooks on every trained parameter, and on no other; host memory for what they take."""
+        members = {id(p): p for p in self.owner.params()}
+        for key in [k for k in self._hooks if k not in members or self._hooks[k][0] is not members[k]]:
+            self._hooks.pop(key)[1].remove()
+            self._sums.pop(key, None)
+        new = [p for key, p in members.items() if p.requires_grad and key not in self._hooks]
+        if new:
+            names = self.owner.names()
+            for param in new:
+                hook = _Hook(self, names[id(param)])
+                self._hooks[id(param)] = param, param.register_post_accumulate_grad_hook(hook)
+            self._prepare()
+
+    @torch.no_grad()
+    def take(self, param: Tensor, name: str) -> None:
+        """Adds the parameter's gradient to its sum, and drops it."""
+        if param.grad is None or not self.owner.in_charge:
+            return
+        with self._lock:
+            local = local_of(param)
+            if local.device != self.owner.device.torch_device:  # the model has moved
+                self.flush()
+                self.owner.follow([param])
+            self._check_shape(param, local, name)
+            grad = StepTable.checked_grad(param, local, param.grad, name).detach()
+            first = id(param) not in self._sums
+            total = self._place(param, local) if first else self.sum_of(param)
+            if not is_fake(local):
+                try:
+                    self._bring(param, total, grad, first)
+                except BaseException:
+                    self._incomplete = True
+                    raise
+            self._sums[id(param)] = total
+            param.grad = None
+
+    def _bring(self, param: Tensor, total: Tensor, grad: Tensor, first: bool) -> None:
+        device = self.owner.device
+        if not device.host_reaches_parameters:
+            if not self.staging.nbytes:
+                self._prepare()
+            self.staging.take(device, id(param), flat(total), flat(grad), first, self.owner.last_store)
+            return
+        if torch.cuda.is_initialized() and grad.is_pinned():
+            # FSDP2 with CPUOffloadPolicy copies it there on this stream, and some versions do not wait.
+            torch.cuda.current_stream().synchronize()
+        add_up(flat(total), flat(grad), first)
+
+    def _prepare(self) -> None:
+        if not self.owner.device.host_reaches_parameters:
+            sizes = {id(p): local_of(p.detach()).numel() * GRAD_BYTES for p in self.owner.params() if p.requires_grad}
+            self.staging.prepare(self.owner.device, sum(sizes.values()))
+
+    # ---- afterwards ----
+
+    def gather(self) -> None:
+        """Waits for all gradients on their way, and takes those that no hook took: of a parameter that was frozen until
+        now, or set by hand. Raises RuntimeError where the sums are not what backward made."""
+        names = self.owner.names()
+        left = [p for p in {id(p): p for p in self.owner.params()}.values() if p.grad is not None]
+        for param in left:
+            if id(param) in self._sums:
+                raise RuntimeError(
+                    f"{names[id(param)]}: its gradient was set once more after backward's had been offloaded. "
+                    "DistributedDataParallel does so, which reduces gradients after all hooks: use fully_shard, or "
+                    "offload_gradients=False. A gradient set by hand has to be set before backward"
+                )
+        if self._incomplete:
+            raise RuntimeError(
+                "offloaded gradients are incomplete, for an error on their way to host memory; call zero_grad() and "
+                "run backward again"
+            )
+        for param in left:
+            self.take(param, names[id(param)])
+        self.flush()
+        self.attend()
+
+    def flush(self) -> None:
+        """Waits until every gradient that was taken is in its sum; raises the error of one that is not."""
+        try:
+            self.staging.finish(self.owner.device, self.owner.last_store)
+        except BaseException:
+            self._incomplete = True
+            raise
+
+    def has(self, param: Tensor) -> bool:
+        """Whether the parameter has a sum."""
+        return id(param) in self._sums
+
+    def check(self, param: Tensor, name: str) -> None:
+        """ValueError where the parameter is not what it was in backward."""
+        self._check_shape(param, local_of(param), name)
+
+    def sum_of(self, param: Tensor) -> Tensor:
+        """The parameter's sum, FP32, where its state is and laid out as it is now, whatever became of the parameter
+        since: a local tensor."""
+        total, place = self._sums[id(param)], self._place(param, local_of(param))
+        if total.data_ptr() != place.data_ptr() or total.stride() != place.stride():
+            self.flush()
+            self._sums[id(param)] = place.copy_(total.clone())
+        return self._sums[id(param)]
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_ does, with the sums."""
+        self.gather()
+        params = list({id(p): p for p in self.owner.params()}.values())
+        sums = {id(p): self.sum_of(p) for p in params if self.has(p)}
+        norm = global_norm([(p, sums.get(id(p))) for p in params], norm_type)
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"the total norm of order {norm_type} of the gradients is {norm.item()}; nothing was clipped. To clip "
+                "nevertheless, pass error_if_nonfinite=False"
+            )
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if factor != 1.0:
+            for total in sums.values():
+                total.mul_(factor)
+        return norm
+
+    def clear(self, set_to_none: bool = True) -> None:
+        """Drops the sums, or makes them zero, and whatever was wrong with them."""
+        with contextlib.suppress(Exception):  # of gradients that nobody wants any more
+            self.flush()
+        self._incomplete = False
+        if set_to_none:
+            self._sums.clear()
+        for total in self._sums.values():
+            total.zero_()
+
+    def copies(self) -> dict[int, Tensor]:
+        """The sums by the parameter's place among all parameters, each in memory of its own."""
+        self.flush()
+        return {i: self._sums[id(p)].clone() for i, p in enumerate(self.owner.params()) if self.has(p)}
+
+    def restore(self, copies: dict[int, Tensor]) -> None:
+        """What `copies` gave."""
+        for i, param in enumerate(self.owner.params()):
+            if i in copies:
+                self._sums[id(param)] = self._place(param, local_of(param)).copy_(copies[i])
+
+    # ---- where they are ----
+
+    def _place(self, param: Tensor, local: Tensor) -> Tensor:
+        home = self.owner.home_of(param)
+        arena = home.bank.arenas[self.owner.kinds.index(GRADS)]
+        with torch.inference_mode(False):
+            return arena.view(home.index, torch.float32, local)
+
+    def _check_shape(self, param: Tensor, local: Tensor, name: str) -> None:
+        total = self._sums.get(id(param))
+        if total is not None and total.shape != local.shape:
+            raise ValueError(
+                f"{name}: its local shape is {tuple(local.shape)}, and gradients of {tuple(total.shape)} were "
+                "offloaded; call zero_grad() after such a change"
+            )
+
+
+def _remove(hooks: dict[int, tuple[Tensor, Any]]) -> None:
+    for _, handle in hooks.values():
+        handle.remove()
+    hooks.clear()
