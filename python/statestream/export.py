@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from statestream.pinned import host_tensors
 from statestream.sharding import around
 from statestream.stored import Stored
-from statestream.tensors import is_fake, local_of
+from statestream.tensors import is_dense, is_fake, local_of
 from statestream.transfer import Exporter
 
 __all__ = ["export_on_device", "export_to_host", "taken_by_export"]
@@ -34,9 +35,10 @@ def export_to_host(states: list[dict[str, Any]], staging_bytes: int) -> tuple[li
     device memory that its staging took.
 
     A DTensor comes back as a DTensor on the same mesh, with the same placements, shape and stride, and a
-    local tensor in host memory. Device memory: `staging_bytes`, freed on return, however large the state.
+    local tensor in host memory. What a user keeps there besides is copied as it is. Device memory: `staging_bytes`,
+    freed on return, however large the state.
     """
-    entries = [v for state in states for v in state.values() if isinstance(v, (Stored, Tensor))]
+    entries = [v for state in states for v in state.values() if _is_streamed(v)]
     dtypes = [entry.exported if isinstance(entry, Stored) else entry.dtype for entry in entries]
     hosts = iter(_host_tensors([_stored(entry).local for entry in entries], dtypes))
     exported = []
@@ -44,11 +46,12 @@ def export_to_host(states: list[dict[str, Any]], staging_bytes: int) -> tuple[li
         for state in states:
             copies: dict[str, Any] = {}
             for name, value in state.items():
-                if isinstance(value, (Stored, Tensor)):
+                if _is_streamed(value):
                     stored, host = _stored(value), next(hosts)
                     exporter.copy(stored, host)
-                    value = around(host, stored.tensor)
-                copies[name] = value
+                    copies[name] = around(host, stored.tensor)
+                else:
+                    copies[name] = _copied(value)
             exported.append(copies)
         staging = exporter.staging_taken
     return exported, staging
@@ -64,6 +67,20 @@ def taken_by_export(states: list[dict[str, Any]], exported: list[dict[str, Any]]
                 nbytes = local.numel() * local.element_size()
                 device, host = (device, host + nbytes) if local.device.type == "cpu" else (device + nbytes, host)
     return device, host
+
+
+def _is_streamed(value: Any) -> bool:
+    """A user's tensor may have holes, or no strides at all, which no plain copy of memory takes."""
+    if isinstance(value, Stored):
+        return True
+    return isinstance(value, Tensor) and value.layout is torch.strided and is_dense(local_of(value))
+
+
+def _copied(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    local = local_of(value).detach()
+    return around(local.to("cpu") if local.device.type != "cpu" else local.clone(), value)
 
 
 def _stored(value: Stored | Tensor) -> Stored:

@@ -33,6 +33,7 @@ from statestream.state_dict import (
     FORMAT_VERSION,
     LoadPlan,
     ParamLoad,
+    as_kept,
     pack_groups,
     plan_load,
     take_apart,
@@ -395,7 +396,7 @@ class FusedAdam(torch.optim.Optimizer):
 
         Takes dicts of FusedAdam, torch.optim.AdamW and Adam, and Transformer Engine's FusedAdam. A
         parameter that the dict has no state for starts anew; a master that it lacks is made from the
-        parameter.
+        parameter. What else a user keeps in a parameter's state is loaded where the optimizer has it too.
 
         Raises:
             ValueError: something does not fit, naming the parameter and the key. Nothing was changed (on
@@ -407,7 +408,7 @@ class FusedAdam(torch.optim.Optimizer):
             if replaced is not None:
                 state_dict = replaced
         try:
-            plan = plan_load(state_dict, self.param_groups, self.form)
+            plan = plan_load(state_dict, self.param_groups, self.form, self.state)
         except (ValueError, RuntimeError) as error:
             raise type(error)(f"{error}; nothing was loaded on this rank") from error
         self._write(plan)
@@ -432,6 +433,8 @@ class FusedAdam(torch.optim.Optimizer):
         state = self.state[load.param]
         self._keeper.follow(load.param, state)
         state[STEP].fill_(load.step)
+        for name, value in load.other.items():
+            state[name] = as_kept(value, state[name])
         for name, values in load.values.items():
             loader.copy(values, self._keeper.stored(load.param, name, state[name]))
         if MASTER in state and MASTER not in load.values:
@@ -465,9 +468,9 @@ class FusedAdam(torch.optim.Optimizer):
             loader.copy(values, state)
 
     def _state_named(self, param: Tensor, name: str) -> Stored:
-        state = self.state[param]
-        if name not in state or name == STEP:
-            has = ", ".join(sorted(state.keys() - {STEP}))
+        state, kinds = self.state[param], self.form.dtypes(param)
+        if name not in kinds:
+            has = ", ".join(sorted(kinds))
             raise ValueError(f"state_name: {name!r} is not a state of this parameter; it has {has}")
         self._keeper.follow(param, state)
         return self._keeper.stored(param, name, state[name])

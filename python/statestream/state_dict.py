@@ -19,10 +19,11 @@ from torch import Tensor
 
 from statestream.arguments import check_group_options
 from statestream.moments import MASTER, MOMENTS, STEP, StateFormat
+from statestream.promised_state import PromisedState
 from statestream.sharding import local_share
 from statestream.tensors import is_fake, local_of, same_layout
 
-__all__ = ["FORMAT_VERSION", "LoadPlan", "pack_groups", "plan_load", "take_apart", "update_group"]
+__all__ = ["FORMAT_VERSION", "LoadPlan", "as_kept", "pack_groups", "plan_load", "take_apart", "update_group"]
 
 FORMAT_VERSION = 1
 
@@ -54,11 +55,13 @@ def pack_groups(groups: list[dict[str, Any]], snapshot: bool) -> tuple[list[dict
 
 @dataclass
 class ParamLoad:
-    """What one parameter's state becomes. `values` is None where the checkpoint has no state for it."""
+    """What one parameter's state becomes. `values` is None where the checkpoint has no state for it; `other` is what
+    a user keeps beside it."""
 
     param: Tensor
     values: dict[str, Tensor] | None
     step: float = 0.0
+    other: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,8 +72,10 @@ class LoadPlan:
     """State under names that are no parameter's, as a user may keep it: passed on as it is."""
 
 
-def plan_load(state_dict: dict[str, Any], groups: list[dict[str, Any]], form: StateFormat) -> LoadPlan:
-    """Checks a whole state dict against the optimizer and says what to write; writes nothing.
+def plan_load(
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], form: StateFormat, states: PromisedState
+) -> LoadPlan:
+    """Checks a whole state dict against the optimizer, whose state is `states`, and says what to write; writes nothing.
 
     Takes FusedAdam's own dict, torch.optim.AdamW's and Adam's, and Transformer Engine's, whose only
     count is the group's `step`; keyed by index or, as DCP leaves it, by parameter name.
@@ -102,7 +107,8 @@ def plan_load(state_dict: dict[str, Any], groups: list[dict[str, Any]], form: St
                 continue
             seen.add(id(param))
             state = state_dict["state"].get(key)
-            plan.params.append(_checked_state(state, saved.get(STEP), param, _label(name), form))
+            own = states.made(param) or {}
+            plan.params.append(_checked_state(state, saved.get(STEP), param, _label(name), form, own))
     keys = {key for saved in saved_groups for key in saved["params"]}
     plan.other = {k: v for k, v in state_dict["state"].items() if isinstance(k, str) and k not in keys}
     return plan
@@ -118,7 +124,7 @@ def take_apart(loads: list[ParamLoad], states: Mapping[Tensor, dict[str, Any]]) 
         for key, state in states.items()
         if isinstance(key, Tensor)
         for value in state.values()
-        if isinstance(value, Tensor)
+        if isinstance(value, Tensor) and value.layout is torch.strided
     }
     for load in loads:
         own = states.get(load.param) or {}
@@ -126,6 +132,13 @@ def take_apart(loads: list[ParamLoad], states: Mapping[Tensor, dict[str, Any]]) 
             if values.untyped_storage()._cdata in live and not _is_same_memory(values, own.get(name)):
                 # In host memory: the device may have no room for it.
                 load.values[name] = torch.empty_like(values, device="cpu").copy_(values)
+
+
+def as_kept(value: Any, live: Any) -> Any:
+    """A user's value out of a state dict, apart from it, on the device where the live one is."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return value.detach().to(live.device if isinstance(live, Tensor) else value.device, copy=True)
 
 
 def _is_same_memory(values: Tensor, state: Tensor | None) -> bool:
@@ -199,7 +212,9 @@ def _checked_setting(key: str, value: Any, live: Any, number: int) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-def _checked_state(state: Any, group_step: Any, param: Tensor, label: str, form: StateFormat) -> ParamLoad:
+def _checked_state(
+    state: Any, group_step: Any, param: Tensor, label: str, form: StateFormat, own: dict[str, Any]
+) -> ParamLoad:
     if state is not None and not isinstance(state, Mapping):
         raise ValueError(f"the state of {label}: expected a dict, found {type(state).__name__}")
     # DCP's flat load gives {} for a key that the checkpoint lacks.
@@ -207,9 +222,13 @@ def _checked_state(state: Any, group_step: Any, param: Tensor, label: str, form:
     if not present:
         return ParamLoad(param, None)
     dtypes = form.dtypes(param)
-    unknown = sorted(set(present) - {STEP, *MOMENTS, MASTER})
-    if unknown:
-        raise ValueError(f"{label}: the state dict has {unknown[0]!r}, which is no state of Adam")
+    other = {name: value for name, value in present.items() if name not in (STEP, *MOMENTS, MASTER)}
+    for name in sorted(other, key=str):
+        if name not in own:
+            raise ValueError(
+                f"{label}: the state dict has {name!r}, which is no state of Adam; take it out or, if it is yours, put "
+                "such a key into the optimizer's state of that parameter first"
+            )
     values = {}
     for name in dtypes:
         if name not in present:
@@ -220,7 +239,7 @@ def _checked_state(state: Any, group_step: Any, param: Tensor, label: str, form:
     step = present.get(STEP, group_step)
     if step is None:
         raise ValueError(f"step of {label} is missing from the state dict, and its group has none")
-    return ParamLoad(param, values, _count(step, f"step of {label}", local_of(param)))
+    return ParamLoad(param, values, _count(step, f"step of {label}", local_of(param)), other)
 
 
 def _checked_value(value: Any, name: str, dtype: torch.dtype, param: Tensor, label: str) -> Tensor:

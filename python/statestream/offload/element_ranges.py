@@ -88,8 +88,10 @@ class ElementRanges(Units):
                     for name, value in existing.get(param, {}).items():
                         if isinstance(value, Stored):
                             self.inner._keeper.stored(param, name, state[name]).take_over(value)
-                        else:
+                        elif name == STEP:
                             state[name].copy_(value)
+                        elif name not in STATES:  # a user's own, which is not streamed
+                            state[name] = value
         if self.gradients is not None:
             self.gradients.attend()
 
@@ -166,7 +168,7 @@ class ElementRanges(Units):
     def holds(self, param: Tensor, state: dict[str, Any]) -> bool:
         """Whether these are the very tensors that `views` gave."""
         views = self._views.get(id(param), {})
-        return views.keys() == state.keys() and all(state[name] is view for name, view in views.items())
+        return bool(views) and all(state.get(name) is view for name, view in views.items())
 
     def detached(self) -> FusedAdam:
         twin = super().detached()

@@ -40,7 +40,8 @@ class HostKeeper(StateKeeper):
 
     def follow(self, param: Tensor, state: dict[str, Any]) -> None:
         local, dtypes = local_of(param), self.form.dtypes(param)
-        fits = set(state) == {STEP, *dtypes} and all(
+        others = {name: value for name, value in state.items() if name not in (STEP, *STATES)}
+        fits = set(state) - set(others) == {STEP, *dtypes} and all(
             state[name].dtype is dtype and same_layout(local_of(state[name]), local) for name, dtype in dtypes.items()
         )
         if fits and self.ranges.holds(param, state):
@@ -59,6 +60,7 @@ class HostKeeper(StateKeeper):
             self.carry(value, self.stored(param, name, state[name]))
         if step is not None:
             state[STEP].copy_(step)
+        state.update(others)
 
     def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
         if is_fake(local_of(param)):
