@@ -25,6 +25,7 @@ def main() -> int:
     at_random = commands.add_parser("random", help="random mutations; fails where fewer than 90% are caught")
     at_random.add_argument("--count", type=int, default=100)
     at_random.add_argument("--seed", type=int, default=0)
+    at_random.add_argument("--files", nargs="*", default=[], help="parts of names of the files to change; all without")
     at_random.add_argument("--log", type=Path, help="a file of verdicts: those in it are not judged again")
     for command in (by_hand, at_random):
         command.add_argument("--no-control", action="store_true", help="do not judge the sources as they are first")
@@ -38,16 +39,19 @@ def main() -> int:
         chosen = [f for f in PLANTED if not arguments.names or any(n in f.name for n in arguments.names)]
         verdicts = [_report(f.name, _plant(f.edits)) for f in chosen]
         return _summary(verdicts, 1.0)
-    return _summary(_random(arguments.count, arguments.seed, arguments.log), 0.9)
+    files = [s for s in SOURCES if not arguments.files or any(f in s for f in arguments.files)]
+    if not files:
+        parser.error(f"--files {' '.join(arguments.files)}: no file of {', '.join(SOURCES)}")
+    return _summary(_random(files, arguments.count, arguments.seed, arguments.log), 0.9)
 
 
-def _random(count: int, seed: int, log: Path | None) -> list[Verdict]:
+def _random(files: list[str], count: int, seed: int, log: Path | None) -> list[Verdict]:
     known = {}
     if log and log.exists():
         known = {key: Verdict(*verdict) for key, verdict in map(json.loads, log.read_text().splitlines())}
-    sources = hashlib.sha256(b"".join((ROOT / path).read_bytes() for path in SOURCES)).hexdigest()
+    sources = hashlib.sha256(b"".join((ROOT / path).read_bytes() for path in files)).hexdigest()
     verdicts: list[Verdict] = []
-    for mutation in mutations(ROOT, seed):
+    for mutation in mutations(ROOT, seed, files):
         if len(verdicts) == count:
             break
         key = f"{sources[:16]} {mutation.path} {mutation.start} {mutation.end} {mutation.new}"

@@ -49,7 +49,10 @@ PTX = Judge(
     (_PYTHON, "-m", "tests.ptx.build"),
 )
 NUMBERS = Judge(
-    tuple(f"tests/numbers/test_{what}.py" for what in ("written_contract", "storage_rounding", "remainders")),
+    tuple(
+        f"tests/numbers/test_{what}.py"
+        for what in ("written_contract", "storage_rounding", "remainders", "scaled_scalars", "stochastic_rounding")
+    ),
     of_the_cpu=True,
 )
 EMULATION = Judge(
@@ -61,6 +64,10 @@ JUDGES = (NUMBERS, PTX, EMULATION, SASS)
 """In the order in which they are asked, the quick first."""
 
 DEVICE_HEADERS = {"csrc/cuda/adam_kernel.cuh", "csrc/cuda/vectors.cuh"}
+"""What every kernel of FEW_KERNELS' launcher is compiled from."""
+GENERIC_SOURCES = {f"csrc/cuda/{name}" for name in ("elements.cuh", "generic_kernel.cuh", "generic_convert.cuh")}
+GENERIC_SOURCES.add("csrc/cuda/generic.cu")
+"""Of the generic kernels alone: the other kernels are compiled as they were."""
 _LAUNCHER = "csrc/cuda/adam.cu"
 _KEPT = """
 template <class Weight, class Grad, class Moment1, class Moment2>
@@ -135,7 +142,9 @@ def _judge(tree: Path, paths: set[str]) -> tuple[str, str]:
             return "invalid", words
         if not status:  # the emulation is built with -Werror, which a fault need not pass
             less = [f"--deselect={_OF_ALL_KERNELS}"] if few else []
-            command = (_PYTHON, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "--timeout=0", *less, *one.tests)
+            # The quickest to notice first.
+            asked = sorted(one.tests, key=lambda test: paths <= GENERIC_SOURCES and "generic" not in test)
+            command = (_PYTHON, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "--timeout=0", *less, *asked)
             status, words = _run(command, tree)
             if status in (4, 5):
                 raise RuntimeError(f"no tests ran: {words[-2000:]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,10 @@ SOURCES = (
     "csrc/cuda/adam.cu",
     "csrc/cuda/convert.cu",
     "csrc/cuda/launch.h",
+    "csrc/cuda/elements.cuh",
+    "csrc/cuda/generic_kernel.cuh",
+    "csrc/cuda/generic_convert.cuh",
+    "csrc/cuda/generic.cu",
 )
 
 _SWAPS = {
@@ -57,6 +61,9 @@ _NAMES = {
     "false": ["true"],
     "blockIdx": ["threadIdx"],
     "threadIdx": ["blockIdx"],
+    "count": ["kVector"],
+    "lane": ["0"],
+    "stochastic": ["false"],
 }
 
 _NOT_DROPPED = re.compile(
@@ -86,14 +93,14 @@ class Mutation:
         return f"{Path(self.path).name}: `{self.line}`: `{self.old}` -> `{self.new.strip() or 'nothing'}`"
 
 
-def mutations(root: Path, seed: int) -> Iterator[Mutation]:
-    """Every mutation of SOURCES in a random order that depends on the seed and the sources alone.
+def mutations(root: Path, seed: int, sources: Sequence[str] = SOURCES) -> Iterator[Mutation]:
+    """Every mutation of the sources in a random order that depends on the seed and these files alone.
 
     Some do not compile. Each kind of change (operator, constant, name, index, statement) is as likely
     as any other, however many places it has.
     """
     kinds: dict[str, list[Mutation]] = {}
-    for path in SOURCES:
+    for path in sources:
         text = (root / path).read_text()
         for kind, start, end, new in _sites(text):
             line = text[text.rfind("\n", 0, start) + 1 : text.find("\n", start)].strip()

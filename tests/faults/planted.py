@@ -14,6 +14,9 @@ LAUNCHER = "csrc/cuda/adam.cu"
 CONVERT = "csrc/cuda/convert.cu"
 GENERIC_KERNEL = "csrc/cuda/generic_kernel.cuh"
 ELEMENTS = "csrc/cuda/elements.cuh"
+GENERIC_CONVERT = "csrc/cuda/generic_convert.cuh"
+GENERIC_LAUNCHER = "csrc/cuda/generic.cu"
+SCALED = "csrc/scaled_formats.h"
 TABLE = "csrc/tensor_table.h"
 RULE = "csrc/adam_rule.h"
 NUMBERS = "csrc/number_formats.h"
@@ -183,5 +186,37 @@ PLANTED = [
     _fault(
         "second moment rounded to zero",
         (ELEMENTS, "if (kRoot) payload |= (uint32_t)((payload == 0) & (x[k] != 0.0f));", ""),
+    ),
+    _fault(
+        "NaN stored as the largest number of its block",
+        (ELEMENTS, "*ordinary = largest < 0x7f800000u;", "*ordinary = true;"),
+    ),
+    _fault(
+        "NaN of FP8 read as a number",
+        (
+            SCALED,
+            "return fabsf(number) > float_of(Payload::kLargest) ? float_of(kQuietNan) : number;",
+            "return number;",
+        ),
+    ),
+    _fault(
+        "parameter rounded from a master before it was stored",
+        (GENERIC_KERNEL, "if (is_scaled(f.master)) numbers_of<MasterStream>(f.master, words, scale, p);", ""),
+    ),
+    _fault(
+        "table of the generic kernel overrun",
+        (GENERIC_LAUNCHER, "parameters_->rows == kMaxGenericRows", "parameters_->rows > kMaxGenericRows"),
+    ),
+    _fault(
+        "lanes without a change not refreshed",
+        (
+            GENERIC_CONVERT,
+            "PhiloxBlock{}, lane, scale, masters); } else if",
+            "PhiloxBlock{}, lane, scale, masters); if (!changed) return; } else if",
+        ),
+    ),
+    _fault(
+        "lanes without a change leave their warp",
+        (GENERIC_CONVERT, "if (!__reduce_max_sync(kAllLanes, changed)) return;", "if (!changed) return;"),
     ),
 ]

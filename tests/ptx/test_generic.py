@@ -251,7 +251,8 @@ def test_refreshing_masters(param, master, arch):
         one.param[:], one.master[:] = stepped.param, stepped.master
         if one.master_scale is not None:
             one.master_scale[:] = stepped.master_scale
-        one.param[256::3] ^= 0x11
+        one.param[256:512:3] ^= 0x11
+        one.param[512::50] ^= 0x11  # most lanes have none, and their block a new scale
         device, more, theirs = Device(arch), {"param_format": param, "master_format": master}, {}
         if one.master_scale is not None:
             before = one.master_scale.copy()
