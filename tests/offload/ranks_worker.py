@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from . import gradient_ranks
 from .conftest import SHAPES, assert_same_values, make_params
 from .makers import OPTIMIZERS
 
@@ -205,4 +206,5 @@ CLAIMS = {
         gradients_missing_on_one_rank_alone_move_no_cut_and_hang_nothing,
         ["fused_adam_masters", "adamw", "sgd_momentum"],
     ),
+    **gradient_ranks.CLAIMS,
 }

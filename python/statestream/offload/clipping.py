@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from statestream.tensors import is_dtensor
 
@@ -18,36 +18,47 @@ __all__ = ["global_norm"]
 def global_norm(grads: Sequence[tuple[Tensor, Tensor | None]], norm_type: float) -> Tensor:
     """The `norm_type`-norm of the gradients seen as one vector, a float32 scalar on the CPU, the same on every rank.
 
-    `grads` are pairs of a parameter and this rank's part of its gradient, in host memory, or None where it has none.
-    Parts of one mesh are summed over the dimensions that it is sharded along: one all-reduce of one number each. Every
-    rank has to call this with the same parameters. ValueError for an order that is not above 0.
+    `grads` are pairs of a parameter and this rank's float32 part of its gradient, in host memory, or None where it has
+    none. It is the norm of the gradients' norms, as torch.nn.utils.get_total_norm takes it, of whole tensors with the
+    same bits; parts are summed first, over the dimensions of their mesh that they are sharded along, with one all-reduce
+    for each. Every rank has to call this with the same parameters. ValueError for an order that is not above 0.
     """
     norm_type = float(norm_type)
     if not norm_type > 0.0:
         raise ValueError(f"norm_type: {norm_type} is not valid; give a number above 0, or inf")
-    parts: dict[Any, list[Tensor]] = {}
-    for param, grad in grads:
-        found = parts.setdefault(_sharded_over(param), [])
-        if grad is not None and grad.numel():
-            found.append(grad)
-    norms = [_over_ranks(get_total_norm(found, norm_type).float(), *over, norm_type) for over, found in parts.items()]
-    # The norm of a single number may differ from it in its last bit.
-    return norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
+    norms = [_norm(grad, norm_type) for _, grad in grads]
+    there = [grad is not None for _, grad in grads]
+    sharded: dict[Any, list[int]] = {}
+    for i, (param, _) in enumerate(grads):
+        if over := _sharded_over(param):
+            sharded.setdefault(over, []).append(i)
+    for (mesh, dims), members in sharded.items():
+        found = torch.stack([torch.stack([norms[i], torch.tensor(float(there[i]))]) for i in members])
+        for i, (norm, present) in zip(members, _over_ranks(found, mesh, dims, norm_type), strict=True):
+            norms[i], there[i] = norm, bool(present)
+    kept = [norm for norm, present in zip(norms, there, strict=True) if present]
+    return torch.linalg.vector_norm(torch.stack(kept), norm_type) if kept else torch.tensor(0.0)
 
 
-def _sharded_over(param: Tensor) -> tuple[Any, tuple[int, ...]]:
-    """The mesh, and those of its dimensions along which ranks have different elements."""
-    if not is_dtensor(param):
-        return None, ()
-    return param.device_mesh, tuple(i for i, p in enumerate(param.placements) if not p.is_replicate())
+def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
+    if grad is None or not grad.numel():  # whose largest element torch would not know
+        return torch.tensor(0.0)
+    return torch.linalg.vector_norm(grad, norm_type)
 
 
-def _over_ranks(norm: Tensor, mesh: Any, dims: Sequence[int], norm_type: float) -> Tensor:
-    if not dims or mesh.get_coordinate() is None:
-        return norm
+def _sharded_over(param: Tensor) -> tuple[Any, tuple[int, ...]] | None:
+    """The mesh, and those of its dimensions along which ranks have different elements; None for a whole parameter."""
+    if not is_dtensor(param) or param.device_mesh.get_coordinate() is None:
+        return None
+    dims = tuple(i for i, placement in enumerate(param.placements) if not placement.is_replicate())
+    return (param.device_mesh, dims) if dims else None
+
+
+def _over_ranks(found: Tensor, mesh: Any, dims: Sequence[int], norm_type: float) -> Tensor:
+    """Rows of a norm, and of 1 where there is a gradient, as all ranks of these dimensions have them."""
     infinite = math.isinf(norm_type)
-    value = (norm if infinite else norm**norm_type).to(mesh.device_type)
+    values = (found if infinite else found**norm_type).to(mesh.device_type)
     for dim in dims:
-        dist.all_reduce(value, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.get_group(dim))
-    value = value.cpu()
-    return value if infinite else value ** (1.0 / norm_type)
+        dist.all_reduce(values, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+    values = values.cpu()
+    return values if infinite else values ** (1.0 / norm_type)
