@@ -4,9 +4,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_cases import ALL_BF16, ALL_FORMATS, GPU, OPTIONS, Tensors, assert_same_bits, name_of, step
+from gpu_cases import (
+    ALL_BF16,
+    ALL_FORMATS,
+    GENERIC_FORMATS,
+    GPU,
+    OPTIONS,
+    SCALED_BF16,
+    Tensors,
+    assert_equal_bits,
+    assert_same_bits,
+    flags_of,
+    name_of,
+    step,
+)
 from statestream import kernels
 from statestream.kernels import DeviceScalars
+from statestream.row_extras import scale_count
 
 LENGTHS = [*range(131), 4095, 4096, 4097, *(k * 8192 + d for k in (1, 2, 8) for d in (-9, -1, 0, 1, 7, 9))]
 
@@ -30,7 +44,35 @@ def test_step_has_the_cpus_bits(dtypes, shift, any_bits):
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("dtypes", ALL_FORMATS, ids=name_of)
+GENERIC_LENGTHS = [*range(20), *(k * 256 + d for k in (1, 2, 5) for d in (-9, -1, 0, 1, 8)), 8191, 8193, 70001]
+
+
+@pytest.mark.parametrize("index", range(len(GENERIC_FORMATS)), ids=lambda i: name_of(GENERIC_FORMATS[i]))
+def test_generic_step_has_the_cpus_bits(index):
+    """To nearest and with every flag, on tensors that are somewhere in a whole one."""
+    dtypes = GENERIC_FORMATS[index]
+    short = replace(OPTIONS, beta1=0.3, beta2=0.4, decoupled=False, maximize=True)
+    for stochastic in (0, flags_of(dtypes)):
+        for any_bits, options in ((False, OPTIONS), (True, short)):
+            want = Tensors.random(dtypes, GENERIC_LENGTHS, index, any_bits=any_bits, shift=(0, 1, 5)[index % 3])
+            got = want.to(GPU)
+            for _ in range(3):
+                step(want, options, grad_scale=8.0, stochastic=stochastic)
+                step(got, options, grad_scale=8.0, stochastic=stochastic)
+            assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("stochastic", range(1, 8))
+def test_random_rounding_has_the_cpus_bits(stochastic):
+    want = Tensors.random(ALL_BF16, [*GENERIC_LENGTHS, 1 << 20], seed=1)
+    got = want.to(GPU)
+    for _ in range(3):
+        step(want, stochastic=stochastic)
+        step(got, stochastic=stochastic)
+    assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("dtypes", [*ALL_FORMATS, *GENERIC_FORMATS[::17], SCALED_BF16], ids=name_of)
 def test_capturable_step_has_the_cpus_bits(dtypes):
     want = Tensors.random(dtypes, LENGTHS, seed=1)
     got = want.to(GPU, steps_on_device=True)
@@ -73,9 +115,10 @@ def test_advance_steps_counts_unless_found_inf():
     assert torch.equal(torch.stack(counters).cpu(), torch.arange(4500.0) + 1)
 
 
-def test_many_millions_of_ordinary_numbers():
-    """Division and square root of the hardware, in bulk."""
-    want = Tensors.random(ALL_FORMATS[0], [1 << 24], seed=3)
+@pytest.mark.parametrize("dtypes", [ALL_FORMATS[0], SCALED_BF16], ids=name_of)
+def test_many_millions_of_ordinary_numbers(dtypes):
+    """Division, square root and FP16 conversion of the hardware, in bulk."""
+    want = Tensors.random(dtypes, [1 << 24], seed=3)
     got = want.to(GPU)
     for _ in range(2):
         step(want)
@@ -113,6 +156,57 @@ def test_conversions_have_the_cpus_bits(dtype, offsets):
         assert_equal_bits(decoded_on_gpu, decoded)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
+@pytest.mark.parametrize("root", [False, True], ids=["values", "roots"])
+def test_scaled_conversions_have_the_cpus_bits(dtype, root):
+    for n in [*range(20), 255, 256, 257, 8191, 70001]:
+        patterns = torch.randint(-(1 << 31), 1 << 31, (n + 1,), dtype=torch.int64).int().view(torch.float32)
+        values = patterns[1:] if n % 2 else patterns[:n]
+        if root:
+            values = values.abs()
+        state, scale = torch.zeros(n, dtype=dtype), torch.zeros(scale_count(n))
+        on_gpu, gpu_scale = state.to(GPU), scale.to(GPU)
+        kernels.encode(values, state, scale=scale, root=root)
+        kernels.encode(values.to(GPU), on_gpu, scale=gpu_scale, root=root)
+        assert_equal_bits(on_gpu, state)
+        assert_equal_bits(gpu_scale, scale)
+        decoded, decoded_on_gpu = torch.empty(n), torch.empty(n, device=GPU)
+        kernels.decode(state, decoded, scale=scale, root=root)
+        kernels.decode(on_gpu, decoded_on_gpu, scale=gpu_scale, root=root)
+        assert_equal_bits(decoded_on_gpu, decoded)
+
+
+@pytest.mark.parametrize("root", [False, True], ids=["values", "roots"])
+@pytest.mark.parametrize("exponent", [-60, -10, 0, 20])
+def test_every_payload_decodes_as_on_the_cpu(exponent, root):
+    for dtype, patterns in (
+        (torch.float16, torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.float16)),
+        (torch.uint8, torch.arange(256, dtype=torch.uint8)),
+    ):
+        scale = torch.full((scale_count(patterns.numel()),), 2.0**exponent)
+        decoded, on_gpu = torch.empty(patterns.numel()), torch.empty(patterns.numel(), device=GPU)
+        kernels.decode(patterns, decoded, scale=scale, root=root)
+        kernels.decode(patterns.to(GPU), on_gpu, scale=scale.to(GPU), root=root)
+        assert_equal_bits(on_gpu, decoded, str(dtype))
+
+
+@pytest.mark.parametrize("param", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("master", [torch.float32, torch.float16])
+def test_masters_of_any_parameter_refresh_as_on_the_cpu(param, master):
+    random = torch.Generator().manual_seed(6)
+    for n in (1, 9, 256, 700, 70001):
+        weights = torch.randn(n, generator=random).to(param)
+        masters, scale = weights.to(master), torch.ones(scale_count(n))
+        weights[256::3] += 1
+        masters[5::11] *= 1.5
+        got, got_scale = masters.to(GPU), scale.to(GPU)
+        scales = ({"scale": scale}, {"scale": got_scale}) if master is torch.float16 else ({}, {})
+        kernels.refresh_master(weights, masters, **scales[0])
+        kernels.refresh_master(weights.to(GPU), got, **scales[1])
+        assert_equal_bits(got, masters)
+        assert_equal_bits(got_scale, scale)
+
+
 def test_every_bfloat16_decodes_and_refreshes_as_on_the_cpu():
     weights = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     masters = torch.randint(-(1 << 31), 1 << 31, weights.shape, dtype=torch.int64).int().view(torch.float32)
@@ -121,11 +215,6 @@ def test_every_bfloat16_decodes_and_refreshes_as_on_the_cpu():
     kernels.refresh_master(weights, masters)
     kernels.refresh_master(weights.to(GPU), got)
     assert_equal_bits(got, masters)
-
-
-def assert_equal_bits(a, b):
-    integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
-    assert torch.equal(a.cpu().view(integers), b.cpu().view(integers))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")

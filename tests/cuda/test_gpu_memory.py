@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from gpu_cases import GPU
+from gpu_cases import GPU, SCALED_BF16, Tensors, step
 from statestream import FusedAdam
 
 MIB = 1 << 20
@@ -83,6 +83,15 @@ def test_load_peak_is_one_staging_budget(optimizer):
 def test_step_takes_no_device_memory(optimizer):
     with Peak() as memory:
         optimizer.step()
+    assert memory.peak == 0
+
+
+def test_a_step_of_scaled_states_takes_no_device_memory():
+    """No FP32 copy of any of it, and no pass for its scales."""
+    tensors = Tensors.random(SCALED_BF16, [4 * MIB, 1000, 1], seed=1).to(GPU)
+    step(tensors)
+    with Peak() as memory:
+        step(tensors)
     assert memory.peak == 0
 
 

@@ -4,11 +4,13 @@ import statistics
 
 import pytest
 import torch
-from gpu_cases import ALL_BF16, ALL_FORMATS, GPU, Tensors, name_of, step
+from gpu_cases import ALL_BF16, ALL_FORMATS, GPU, SCALED_BF16, Tensors, name_of, step
 
 ELEMENTS = 1 << 27
 LEAST = 0.6
 """Far below what a quiet GPU gives; a kernel that lost its 128-bit accesses or its occupancy is below it."""
+LEAST_GENERIC = 0.15
+"""The generic kernel takes two to three times as many instructions an element, for fewer bytes."""
 
 
 def milliseconds(run, rounds=15):
@@ -25,11 +27,13 @@ def milliseconds(run, rounds=15):
 
 def bytes_moved(dtypes) -> int:
     param, grad, exp_avg, exp_avg_sq, master = (0 if d is None else d.itemsize for d in dtypes)
-    weight = {0: 2 * param, 2: 2 * (param + master), 4: param + 2 * master}[master]
+    weight = 2 * param if not master else param + 2 * master
+    if dtypes[4] is torch.int16:
+        weight += param  # read as well
     return weight + grad + 2 * (exp_avg + exp_avg_sq)
 
 
-@pytest.mark.parametrize("dtypes", [ALL_FORMATS[0], ALL_BF16, ALL_FORMATS[23]], ids=name_of)
+@pytest.mark.parametrize("dtypes", [ALL_FORMATS[0], ALL_BF16, ALL_FORMATS[23], SCALED_BF16], ids=name_of)
 def test_a_step_runs_near_the_memorys_speed(dtypes):
     if torch.cuda.mem_get_info()[0] < 24 * ELEMENTS:
         pytest.skip("needs 3 GiB of free GPU memory")
@@ -37,7 +41,8 @@ def test_a_step_runs_near_the_memorys_speed(dtypes):
     source, target = (torch.empty(ELEMENTS, device=GPU) for _ in range(2))
     copy = 8 * ELEMENTS / milliseconds(lambda: target.copy_(source))
     ours = bytes_moved(dtypes) * ELEMENTS / milliseconds(lambda: step(tensors))
-    assert ours >= LEAST * copy, f"{ours / copy:.2f} of a copy's {copy / 1e6:.0f} GB/s"
+    least = LEAST_GENERIC if tensors.scales else LEAST
+    assert ours >= least * copy, f"{ours / copy:.2f} of a copy's {copy / 1e6:.0f} GB/s"
 
 
 def test_untouched_rows_are_not_slower():

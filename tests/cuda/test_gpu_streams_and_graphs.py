@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_cases import ALL_BF16, ALL_FORMATS, GPU, OPTIONS, Tensors, assert_same_bits, name_of, step
+from gpu_cases import ALL_BF16, ALL_FORMATS, GPU, OPTIONS, SCALED_BF16, Tensors, assert_same_bits, name_of, step
 from statestream import FusedAdam, kernels
 from statestream.kernels import DeviceScalars
 
@@ -61,9 +61,9 @@ def test_a_call_does_not_synchronise():
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("dtypes", [ALL_FORMATS[0], ALL_BF16, ALL_FORMATS[-1]], ids=name_of)
+@pytest.mark.parametrize("dtypes", [ALL_FORMATS[0], ALL_BF16, ALL_FORMATS[-1], SCALED_BF16], ids=name_of)
 def test_a_graph_replays_with_the_values_of_its_scalars(dtypes):
-    """Steps are counted, lr, grad_scale and found_inf are read, at each replay."""
+    """Steps are counted, lr, grad_scale and found_inf are read, and random bits are of the step, at each replay."""
     want = Tensors.random(dtypes, [*LENGTHS, *range(1, 700)], seed=2)
     got = want.to(GPU, steps_on_device=True)
     lr, scale, found_inf = (torch.zeros((), device=GPU) for _ in range(3))
