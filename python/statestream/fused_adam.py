@@ -337,9 +337,10 @@ class FusedAdam(torch.optim.Optimizer):
         weight it stays."""
         for param in self._params():
             state = self.state.made(param)
-            master = None if state is None else state.get(MASTER)
-            if master is not None and master.dtype is not torch.int16:
-                self._keeper.follow(param, state)
+            if state is None or MASTER not in state:
+                continue
+            self._keeper.follow(param, state)
+            if MASTER in state and state[MASTER].dtype is not torch.int16:
                 self._table.rederive(local_of(param), self._keeper.stored(param, MASTER, state[MASTER]))
                 self._table.remember(param)
 

@@ -201,3 +201,85 @@ def test_state_of_a_model_that_moves_to_a_gpu_is_pinned_then(name, on_device):
     del optimizer, bank, arena
     gc.collect()
     assert not pinning.pinned
+
+
+REMAINDERS = {"master_weights": True, "store_param_remainders": True}
+
+
+@pytest.mark.parametrize("options", [{"master_weights": True}, REMAINDERS], ids=["masters", "remainders"])
+@pytest.mark.parametrize("new", [torch.float32, torch.float16])
+def test_an_optimizer_is_wrapped_after_its_model_changed_its_dtype(options, new):
+    """State that was made for the old dtype: a master too many, or remainders where there is a master now."""
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    inner, plain = FusedAdam(params, lr=0.1, **options), FusedAdam(reference, lr=0.1, **options)
+    for o, ps in ((inner, params), (plain, reference)):
+        train(o, ps, [0, 1])
+        for p in ps:
+            p.grad = None
+            p.data = p.data.to(new)
+    optimizer = CPUOffloadOptimizer(inner, 20_000)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [2, 3])
+    assert_same_training(params, optimizer, reference, plain)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("options", [{"master_weights": True}, REMAINDERS], ids=["masters", "remainders"])
+@pytest.mark.parametrize("old, new", [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)])
+def test_masters_that_a_new_dtype_has_none_of_are_not_refreshed(wrapped, options, old, new):
+    params, reference = make_params(old), make_params(old)
+    optimizer, plain = FusedAdam(params, lr=0.1, **options), FusedAdam(reference, lr=0.1, **options)
+    optimizer = CPUOffloadOptimizer(optimizer, 20_000) if wrapped else optimizer
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [0])
+        for p in ps:
+            p.grad = None
+            p.data = p.data.to(new)
+    optimizer.refresh_masters()
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [1])
+    assert_same_training(params, optimizer, reference, plain)
+
+
+def test_live_state_of_bfloat16_and_float16_parameters_with_remainders_can_be_saved(tmp_path):
+    """Their masters have two dtypes, of which torch.save takes one a memory; the empty ones too."""
+    shapes = [(100,), (300,), (0,), (0,), (7, 3)]
+    params = [p for dtype in (torch.bfloat16, torch.float16, torch.float32) for p in make_params(dtype, shapes)]
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, **REMAINDERS), 3_000, state_dict_snapshot=False)
+    train(optimizer, params, [0])
+    state_dict = optimizer.state_dict()
+    torch.save(state_dict, tmp_path / "state")
+    saved = torch.load(tmp_path / "state", weights_only=True)["state"]
+    for index, state in state_dict["state"].items():
+        for name, value in state.items():
+            assert_same_values(saved[index][name], value, f"{name} of parameter {index}")
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_is_listed_twice_changes_its_dtype():
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    optimizer = CPUOffloadOptimizer(FusedAdam([*params, params[0]], lr=0.1, master_weights=True), 20_000)
+    plain = FusedAdam([*reference, reference[0]], lr=0.1, master_weights=True)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [0])
+        for p in ps:
+            p.grad = None
+            p.data = p.data.float()
+        train(o, ps, [1])
+    assert_same_training(params, optimizer, reference, plain)
+
+
+def test_state_of_parameters_without_gradients_follows_a_dtype_there_and_back():
+    """Its room is given another form with the others', while it is still what the old form was."""
+    params, reference = make_params(torch.bfloat16), make_params(torch.bfloat16)
+    options = {"lr": 0.1, "master_weights": True}
+    optimizer, plain = CPUOffloadOptimizer(FusedAdam(params, **options), 20_000), FusedAdam(reference, **options)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [0])
+        for step, dtype in ((1, torch.float32), (2, torch.bfloat16)):
+            for p in ps:
+                p.grad = None
+                p.data = p.data.to(dtype)
+            train(o, ps, [step], missing=lambda _: (3, 4, 5))
+        train(o, ps, [3])
+    assert_same_training(params, optimizer, reference, plain)

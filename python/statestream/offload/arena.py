@@ -45,6 +45,8 @@ class Arena:
 
     def view(self, unit: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         """A unit's state as a tensor with the shape and strides of a dense `like`."""
+        if like.numel() == 0:  # of memory of its own: what it would be a view of may hold another dtype
+            return torch.empty_like(like, dtype=dtype, device=self.block.device)
         begin = self.offsets[unit]
         values = self.block[begin : begin + self.sizes[unit]].view(dtype)
         return values.as_strided(like.shape, like.stride())

@@ -18,7 +18,7 @@ from statestream.arguments import check_param
 from statestream.fused_adam import FusedAdam
 from statestream.global_index import runs_of
 from statestream.kernels import AdamOptions, Formats
-from statestream.moments import STEP
+from statestream.moments import MASTER, STEP
 from statestream.offload import stream
 from statestream.offload.adam_flow import AdamFlow, Job
 from statestream.offload.arena import GRADS
@@ -87,7 +87,7 @@ class ElementRanges(Units):
                     state = self.inner.state[param]
                     for name, value in existing.get(param, {}).items():
                         if isinstance(value, Stored):
-                            self.inner._keeper.stored(param, name, state[name]).take_over(value)
+                            self.inner._keeper.carry(value, self.inner._keeper.stored(param, name, state[name]))
                         elif name == STEP:
                             state[name].copy_(value)
                         elif name not in STATES:  # a user's own, which is not streamed
@@ -96,14 +96,20 @@ class ElementRanges(Units):
             self.gradients.attend()
 
     def reserve(self, params: Sequence[Tensor]) -> None:
-        """Host memory for those of `params` that have none yet, in one bank."""
+        """Host memory for those of `params` that have none yet: in one bank, but that masters of two dtypes, as a model
+        of bfloat16 and float16 parameters has with remainders, are in two. torch.save refuses views of one memory as
+        different types."""
         members = list(self.params())
         self.store.keep(members)
         new = list({id(p): p for p in params if self.store.home(p) is None}.values())
         if not new:
             return
-        entries = [self._entry(param) for param in new]
-        self.store.add(self.kinds, entries)
+        masters = {id(p): self.inner.form.dtypes(p).get(MASTER) for p in new}
+        first = next((dtype for dtype in masters.values() if dtype is not None), None)
+        for together in (True, False):
+            bank = [p for p in new if (masters[id(p)] in (None, first)) is together]
+            if bank:
+                self.store.add(self.kinds, [self._entry(param) for param in bank])
         with torch.inference_mode(False):
             counters = torch.zeros(len(new))
         for param, counter in zip(new, counters, strict=True):
@@ -131,7 +137,8 @@ class ElementRanges(Units):
         if self._outgrown(param):
             moving = [p for p in self.params() if self._outgrown(p)]
             for p in moving:
-                self.store.homes.pop(id(p))
+                self.store.homes.pop(id(p), None)  # one that is listed twice comes twice
+                self._views.pop(id(p), None)  # of a place that it leaves, though it be the right form again
             self.reserve(moving)
 
     def _outgrown(self, param: Tensor) -> bool:
