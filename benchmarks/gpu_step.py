@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from statestream import FusedAdam
@@ -25,7 +26,9 @@ from torch import Tensor
 from benchmarks.peers import imported, tried
 from benchmarks.runner import Report, Timing
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, FP16, FP8 = torch.bfloat16, torch.float32, torch.float16, torch.uint8
+SCALED = (FP16, FP8)
+"""Moments and masters of these are payloads with a float32 scale for each 256 elements."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,27 @@ class Mode:
     name: str
     param: torch.dtype
     moments: torch.dtype
-    master: str = "none"  # none, fp32, remainders
+    master: str = "none"  # none, fp32, fp16, remainders
+    stochastic: bool = False
 
     @property
-    def bytes_per_element(self) -> int:
+    def bytes_per_element(self) -> float:
         """Read and written by one step; gradients are of the parameter's dtype."""
         param, moments = self.param.itemsize, 4 * self.moments.itemsize
-        weight = {"none": 2 * param, "fp32": param + 8, "remainders": 2 * param + 4}[self.master]
-        return weight + param + moments
+        weight = {"none": 2 * param, "fp32": param + 8, "fp16": param + 4, "remainders": 2 * param + 4}[self.master]
+        scales = 2 * (self.moments in SCALED) + (self.master == "fp16")
+        return weight + param + moments + scales * 2 * 4 / 256
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of statestream's FusedAdam, and of Transformer Engine's."""
+        return {
+            "exp_avg_dtype": self.moments,
+            "exp_avg_sq_dtype": self.moments,
+            "master_weights": self.master != "none",
+            "master_weight_dtype": FP16 if self.master == "fp16" else FP32,
+            "store_param_remainders": self.master == "remainders",
+        }
 
 
 MODES = [
@@ -53,6 +69,12 @@ MODES = [
     Mode("BF16, FP32 master, BF16 moments", BF16, BF16, "fp32"),
     Mode("BF16, FP32 master and moments", BF16, FP32, "fp32"),
     Mode("BF16, remainders, BF16 moments", BF16, BF16, "remainders"),
+    Mode("BF16, FP16 moments", BF16, FP16),
+    Mode("BF16, FP8 moments", BF16, FP8),
+    Mode("BF16, FP16 master, FP8 moments", BF16, FP8, "fp16"),
+    Mode("BF16, remainders, FP8 moments", BF16, FP8, "remainders"),
+    Mode("FP16, FP32 master, FP8 moments", FP16, FP8, "fp32"),
+    Mode("BF16, random rounding", BF16, BF16, stochastic=True),
 ]
 
 
@@ -67,39 +89,30 @@ def statestream(mode: Mode, lengths: list[int], **more: bool) -> Callable[[], ob
     return FusedAdam(
         parameters(mode, lengths),
         weight_decay=0.01,
-        exp_avg_dtype=mode.moments,
-        exp_avg_sq_dtype=mode.moments,
-        master_weights=mode.master != "none",
-        store_param_remainders=mode.master == "remainders",
+        stochastic_rounding=mode.stochastic,
+        **mode.arguments,
         **more,
     ).step
 
 
 def torch_fused(mode: Mode, lengths: list[int]) -> Callable[[], object] | None:
     """torch keeps the moments in the parameter's dtype, and no masters."""
-    if mode.moments is not mode.param or mode.master != "none":
+    if mode.moments is not mode.param or mode.master != "none" or mode.stochastic:
         return None
     return torch.optim.AdamW(parameters(mode, lengths), weight_decay=0.01, fused=True).step
 
 
 def transformer_engine(mode: Mode, lengths: list[int]) -> Callable[[], object] | None:
     made = imported("transformer_engine.pytorch.optimizers", "FusedAdam")
-    if made is None:
+    if made is None or mode.stochastic:
         return None
-    return made(
-        parameters(mode, lengths),
-        weight_decay=0.01,
-        exp_avg_dtype=mode.moments,
-        exp_avg_sq_dtype=mode.moments,
-        master_weights=mode.master != "none",
-        store_param_remainders=mode.master == "remainders",
-    ).step
+    return made(parameters(mode, lengths), weight_decay=0.01, **mode.arguments).step
 
 
 def apex(mode: Mode, lengths: list[int]) -> Callable[[], object] | None:
     """apex keeps FP32 moments."""
     made = imported("apex.optimizers", "FusedAdam")
-    if made is None or mode.moments is not FP32 or mode.master == "remainders":
+    if made is None or mode.moments is not FP32 or mode.master not in ("none", "fp32"):
         return None
     masters = mode.master == "fp32"
     return made(parameters(mode, lengths), weight_decay=0.01, capturable=masters, master_weights=masters).step

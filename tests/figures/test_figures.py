@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from statestream import FusedAdam
 
-from benchmarks import readme
+from benchmarks import gpu_step, readme
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +47,20 @@ def test_without_a_gpu_its_benchmark_says_so_and_writes_nothing(tmp_path):
     done = run(tmp_path, "benchmarks.gpu_step")
     assert done.returncode == 1 and "no CUDA GPU" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("mode", gpu_step.MODES, ids=lambda mode: mode.name)
+def test_the_bytes_of_a_gpu_step_are_those_of_its_tensors(mode):
+    """Tensors are read and written; gradients are only read, and parameters that have a whole master only written."""
+    param = torch.nn.Parameter(torch.ones(256 * 8, dtype=mode.param))
+    param.grad = torch.ones_like(param)
+    optimizer = FusedAdam([param], stochastic_rounding=mode.stochastic, **mode.arguments)
+    optimizer.step()
+    held = optimizer.memory_report().host
+    grads, weights = held.pop("grads"), held.pop("weights")
+    state = sum(held.values()) - held["step"]
+    weights *= 1 if mode.master in ("fp32", "fp16") else 2
+    assert mode.bytes_per_element == (grads + weights + 2 * state) / param.numel()
 
 
 def test_readme_has_the_figures_that_were_written_and_no_others():
