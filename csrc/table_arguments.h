@@ -36,7 +36,7 @@ inline void check_address(int64_t row, const char *what, uint64_t address, int64
 
 inline bool holds_words(const pybind11::buffer_info &buffer) {
   return buffer.itemsize == 8 && buffer.ndim == 1 && buffer.strides[0] == 8 && buffer.format.size() == 1 &&
-         std::string("qQlL").find(buffer.format) != std::string::npos;
+         std::string("qQlL").find(buffer.format) != std::string::npos && (uint64_t)buffer.ptr % 8 == 0;
 }
 
 // `rows` must outlive the table; it is eight int64 a row (tensor_table.h).
@@ -97,8 +97,12 @@ inline void check_stochastic(const Table &table, int32_t flags) {
 inline TableFormats formats_from(const pybind11::tuple &codes) {
   if (codes.size() != 5)
     throw std::invalid_argument("formats must be five codes: param, grad, exp_avg, exp_avg_sq, master_param");
-  return {codes[0].cast<int32_t>(), codes[1].cast<int32_t>(), codes[2].cast<int32_t>(), codes[3].cast<int32_t>(),
-          codes[4].cast<int32_t>()};
+  try {
+    return {codes[0].cast<int32_t>(), codes[1].cast<int32_t>(), codes[2].cast<int32_t>(), codes[3].cast<int32_t>(),
+            codes[4].cast<int32_t>()};
+  } catch (const pybind11::cast_error &) {
+    throw std::invalid_argument("formats must be five integers of 32 bits");
+  }
 }
 
 }  // namespace statestream

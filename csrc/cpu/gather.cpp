@@ -1,6 +1,8 @@
 #include "gather.h"
 
 #include <algorithm>
+#include <cstring>
+#include <stdexcept>
 #include <unordered_set>
 #include <vector>
 
@@ -181,13 +183,17 @@ class Gatherer {
 
 py::tuple gather(const py::capsule &exchange, const py::list &params, const py::str &grad_name,
                  const py::object &states, const py::tuple &tensor_types, const ExpectedStates &expected) {
+  if (!exchange.name() || std::strcmp(exchange.name(), "dlpack_exchange_api") != 0)
+    throw std::invalid_argument("exchange must be the capsule torch.Tensor.__dlpack_c_exchange_api__");
   const auto *api = exchange.get_pointer<DlExchangeApi>();
   const bool usable = api->major == 1 && api->tensor_from_py;
   Gatherer gatherer(api, tensor_types, expected);
   std::unordered_set<PyObject *> taken;
   py::list left;
   for (Py_ssize_t i = 0; i < (Py_ssize_t)params.size(); ++i) {
-    PyObject *param = PyList_GET_ITEM(params.ptr(), i);
+    // Held: reading the gradient or the state may run Python code, which may change the list.
+    const py::object held = params[i];
+    PyObject *param = held.ptr();
     py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, grad_name.ptr()));
     if (!grad) {
       if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();

@@ -22,6 +22,7 @@ from statestream.arguments import (
     check_param,
 )
 from statestream.export import export_on_device, export_to_host, taken_by_export
+from statestream.interrupts import interrupts_held
 from statestream.kernels import AdamOptions
 from statestream.memory import MemoryReport, report_of
 from statestream.moments import MASTER, STEP, StateFormat
@@ -251,9 +252,14 @@ class FusedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with interrupts_held():
+            self._update(scaler)
+        return loss
+
+    def _update(self, scaler: Any) -> None:
         grad_scale, found_inf = scaling_of(self, scaler)
         if not self.capturable and found_inf is not None and as_number(found_inf):
-            return loss
+            return
         before = accumulate((len(group["params"]) for group in self.param_groups), initial=0)
         plan = [
             (group, self._options(group), self._calls(i, first))
@@ -287,7 +293,6 @@ class FusedAdam(torch.optim.Optimizer):
             else:
                 group[STEP] += 1
         self._stepped = True
-        return loss
 
     def _options(self, group: dict[str, Any]) -> AdamOptions:
         beta1, beta2 = group["betas"]
@@ -355,6 +360,15 @@ class FusedAdam(torch.optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
+        with interrupts_held():
+            state_dict = self._export()
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        return state_dict
+
+    def _export(self) -> dict[str, Any]:
         groups, params = pack_groups(self.param_groups, snapshot=self.state_dict_cpu_offload)
         self._complete_state()
         index = {
@@ -372,12 +386,7 @@ class FusedAdam(torch.optim.Optimizer):
         packed_state: dict[Any, Any] = {index[id(p)]: s for p, s in zip(kept, exported, strict=True)}
         other = {k: v for k, v in self.state.items() if not isinstance(k, Tensor)}
         packed_state.update(copy.deepcopy(other) if self.state_dict_cpu_offload else other)
-        state_dict: dict[str, Any] = {"state": packed_state, "param_groups": groups}
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
-        return state_dict
+        return {"state": packed_state, "param_groups": groups}
 
     def _complete_state(self) -> None:
         """State of exactly the members: of parameters replaced since gone, of trained ones there, so that
@@ -412,7 +421,8 @@ class FusedAdam(torch.optim.Optimizer):
             plan = plan_load(state_dict, self.param_groups, self.form, self.state)
         except (ValueError, RuntimeError) as error:
             raise type(error)(f"{error}; nothing was loaded on this rank") from error
-        self._write(plan)
+        with interrupts_held():
+            self._write(plan)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 

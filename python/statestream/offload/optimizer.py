@@ -24,13 +24,13 @@ from torch import Tensor
 
 from statestream.arguments import as_number
 from statestream.fused_adam import FusedAdam
+from statestream.interrupts import interrupts_held
 from statestream.memory import MemoryReport, report_of
 from statestream.offload.checkpoint import export_state, load_state
 from statestream.offload.checks import check_gradients, check_groups, check_optimizer, check_share, device_of
 from statestream.offload.device import device_for
 from statestream.offload.element_ranges import ElementRanges
 from statestream.offload.gradients import OffloadedGradients
-from statestream.offload.interrupts import interrupts_held
 from statestream.offload.muon import MuonBatches
 from statestream.offload.muon_layouts import muon_layout
 from statestream.offload.one_pass import OnePass
@@ -303,9 +303,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             return
         missing = object()
         before = {k: self.inner.__dict__.get(k, missing) for k in handed}
-        self.inner.__dict__.update(handed)
         try:
             with interrupts_held():
+                self.inner.__dict__.update(handed)
                 self.units.step(1.0 if grad_scale is None else as_number(grad_scale))
         except BaseException as error:
             if self.units.torn and hasattr(error, "add_note"):
@@ -333,9 +333,10 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         FP32). Nothing goes to the device. A snapshot unless `state_dict_snapshot=False`."""
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
-        self.units.wait()
-        state_dict = export_state(self.units, snapshot=self.state_dict_snapshot)
-        self._exported = self._taken_by(state_dict)
+        with interrupts_held():
+            self.units.wait()
+            state_dict = export_state(self.units, snapshot=self.state_dict_snapshot)
+            self._exported = self._taken_by(state_dict)
         for hook in list(self._optimizer_state_dict_post_hooks.values()):
             changed = hook(self, state_dict)
             if changed is not None:
@@ -351,9 +352,10 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             changed = hook(self, state_dict)
             if changed is not None:
                 state_dict = changed
-        self.units.wait()
-        load_state(self.units, state_dict)
-        self.units.torn.clear()
+        with interrupts_held():
+            self.units.wait()
+            load_state(self.units, state_dict)
+            self.units.torn.clear()
         for hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             hook(self)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of a step."""
+"""Ctrl-C waits for the end of a step, an export or a load."""
 
 from __future__ import annotations
 
