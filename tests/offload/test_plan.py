@@ -84,6 +84,14 @@ def test_three_chunks_fit_the_ring_at_once():
     assert [c.after for c in plan.chunks[:6]] == [-1, -1, -1, 0, 1, 2]
 
 
+@pytest.mark.parametrize("budget", range((1 << 20) - 300, (1 << 20) + 300, 37))
+def test_three_chunks_fit_though_scales_make_them_end_anywhere(budget):
+    """Grains of 2,056 bytes, as of FP16 moments and FP32 masters: a chunk begins at the next 256 bytes."""
+    made = make_plan([Unit((2056 * 2000,), 2000)], budget)
+    assert made.ring_bytes <= budget
+    assert all(later.after <= max(i - 3, -1) for i, later in enumerate(made.chunks))
+
+
 def test_a_large_budget_is_not_used_in_full():
     gib = 1 << 30
     plan = make_plan([Unit((gib,), gib // 256) for _ in range(12)], 8 * gib)

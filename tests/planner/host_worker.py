@@ -1,6 +1,6 @@
 """Resident bytes of a process through an optimizer's life and the plan's numbers of them, as JSON.
 
-python host_worker.py FOLDER CHUNK, where CHUNK is step_chunk_bytes, or 0 for a FusedAdam alone.
+python host_worker.py FOLDER CHUNK MOMENTS, where CHUNK is step_chunk_bytes, or 0 for a FusedAdam alone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def build(elements: int, count: int, chunk: int):
+def build(elements: int, count: int, chunk: int, stored: str):
     weights = {f"w{i}": torch.nn.Parameter(torch.ones(elements, dtype=torch.bfloat16)) for i in range(count)}
     model = torch.nn.ParameterDict(weights)
-    moments = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    moments = {"exp_avg_dtype": stored, "exp_avg_sq_dtype": stored}
     optimizer = FusedAdam(model.parameters(), master_weights=True, state_dict_cpu_offload=True, **moments)
     if chunk:
         optimizer = CPUOffloadOptimizer(optimizer, chunk)
@@ -48,16 +48,16 @@ def load(folder: Path, model, optimizer) -> None:
     set_optimizer_state_dict(model, optimizer, state["optim"], options=FLAT)
 
 
-def main(folder: Path, chunk: int) -> None:
+def main(folder: Path, chunk: int, stored: str) -> None:
     warnings.simplefilter("ignore")  # one process, and it says so
     torch.set_num_threads(1)
-    warm = build(512, 2, chunk)  # what is imported and started once
+    warm = build(512, 2, chunk, stored)  # what is imported and started once
     dcp.save(export(*warm), checkpoint_id=folder / "warm", no_dist=True)
     load(folder / "warm", *warm)
     model = torch.nn.ParameterDict()
     settle()
     before = resident()
-    model, optimizer = build(5 << 18, 32, chunk)
+    model, optimizer = build(5 << 18, 32, chunk, stored)
     settle()
     found = {"kept": resident() - before}
     found["export"] = extra_peak(lambda: export(model, optimizer))
@@ -71,4 +71,4 @@ def main(folder: Path, chunk: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -47,6 +47,30 @@ MODES = {
         {"moments": "bf16"},
         {"master_weights": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
     ),
+    "fp16 moments and masters": (
+        {"moments": "fp16", "masters": "fp16"},
+        {
+            "master_weights": True,
+            "master_weight_dtype": "fp16",
+            "exp_avg_dtype": "fp16",
+            "exp_avg_sq_dtype": "fp16",
+        },
+    ),
+    "fp8 moments, no masters": (
+        {"moments": "fp8", "masters": "none"},
+        {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
+    ),
+    "fp8 and bf16 moments, remainders, to the host": (
+        {"moments": "fp8,bf16", "masters": "remainders", "export": "host", "staging": "1MiB"},
+        {
+            "master_weights": True,
+            "store_param_remainders": True,
+            "exp_avg_dtype": "fp8",
+            "exp_avg_sq_dtype": "bf16",
+            "state_dict_cpu_offload": True,
+            "export_staging_bytes": 1 << 20,
+        },
+    ),
     "fp32 weights": ({"weights": "fp32", "grads": "fp32"}, {"master_weights": True}),
 }
 """Settings of the plan, and the arguments that they stand for."""
@@ -135,13 +159,14 @@ def test_replicas_hold_what_their_shards_say():
     assert_within_5_percent(planned({}, Mesh(replicate=4, shard=16)), found)
 
 
+@pytest.mark.parametrize("moments", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("chunk", [1 << 18, 1 << 20, 1 << 30])
-def test_a_streamed_step_takes_what_is_planned(chunk, monkeypatch):
+def test_a_streamed_step_takes_what_is_planned(chunk, moments, monkeypatch):
     monkeypatch.setattr(offload_optimizer, "device_for", lambda _: FakeCuda())
-    arguments = {"master_weights": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
+    arguments = {"master_weights": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
     found = measured(arguments, (8,), torch.bfloat16, chunk)
     assert found["state"] == 0 < found["step"]
-    assert_within_5_percent(planned({"moments": "bf16", "chunk": chunk}, Mesh(shard=8)), found)
+    assert_within_5_percent(planned({"moments": moments, "chunk": chunk}, Mesh(shard=8)), found)
 
 
 @pytest.mark.parametrize(

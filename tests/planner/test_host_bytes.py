@@ -18,13 +18,17 @@ pytestmark = [
 TESTS = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module", params=[0, 16 << 20], ids=["resident", "offloaded"])
+WAYS = {"resident": (0, "bf16"), "offloaded": (16 << 20, "bf16"), "offloaded, FP8 moments": (16 << 20, "fp8")}
+"""step_chunk_bytes and the moments."""
+
+
+@pytest.fixture(scope="module", params=WAYS.values(), ids=WAYS)
 def life(request, tmp_path_factory) -> dict[str, dict]:
     """What was measured, and the plan of the same model and optimizer."""
     worker = Path(__file__).with_name("host_worker.py")
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, str(worker), str(tmp_path_factory.mktemp("host")), str(request.param)],
+        [sys.executable, str(worker), str(tmp_path_factory.mktemp("host")), *map(str, request.param)],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},

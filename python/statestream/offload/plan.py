@@ -109,7 +109,9 @@ def make_plan(units: Sequence[Unit], budget: int | None, *, most_chunks: int = M
     total = sum(unit.nbytes for unit in units)
     if budget is None:
         return _place(_cut(units, total), units, total)
-    target = min(budget // PHASES, max(-(-total // most_chunks), SMALL_CHUNK_BYTES))
+    third = budget // PHASES
+    third = third // ALIGNMENT_BYTES * ALIGNMENT_BYTES or third  # or three would not find room beside each other
+    target = min(third, max(-(-total // most_chunks), SMALL_CHUNK_BYTES))
     return _place(_cut(units, target), units, budget)
 
 

@@ -84,7 +84,7 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
     host: dict[str, int] = {}
     traffic = exported = largest = on_device_export = weights_on_disk = state_on_disk = 0
     staged = False
-    streamed: list[tuple[int, ...]] = []
+    streamed: list[tuple[Format, ...]] = []
     for share in shares:
         weights = settings.weights or WEIGHTS[share.parameter.dtype or default_dtype]
         n, everywhere = share.elements, share.parameter.elements
@@ -106,7 +106,7 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
             state_on_disk += everywhere * stored.exported
         largest = max(largest, n * 4)
         traffic += _traffic(weights, grads, states, n)
-        streamed.append(tuple(stored.itemsize for stored in states.values()))
+        streamed.append(tuple(states.values()))
     chunks, ring = _ring(shares, settings, streamed) if settings.offload else ((), 0)
     staging = settings.staging // 2048 * 2048 if staged else 0
     to_host = settings.host_export or settings.offload
@@ -147,18 +147,18 @@ def _traffic(weights: Format, grads: Format, states: dict[str, Format], n: int) 
 
 
 def _ring(
-    shares: Sequence[Share], settings: Settings, itemsizes: Sequence[tuple[int, ...]]
+    shares: Sequence[Share], settings: Settings, streamed: Sequence[tuple[Format, ...]]
 ) -> tuple[tuple[int, ...], int]:
     """Bytes of each chunk, and of the device memory that they share: the optimizer's own plan."""
     from statestream.offload.plan import Unit, make_plan  # loads torch, which nothing else here needs
 
     trained = [share for share in shares if share.parameter.trained]
-    kinds = max(map(len, itemsizes), default=0)
+    kinds = max(map(len, streamed), default=0)
     units = []
-    for share, sizes in zip(trained, itemsizes, strict=True):
+    for share, states in zip(trained, streamed, strict=True):
         grains = max(1, -(-share.elements // _GRAIN))
-        padded = _padded(share.elements)
-        units.append(Unit(tuple(padded * size for size in (*sizes, *[0] * (kinds - len(sizes)))), grains))
+        sizes = [stored.nbytes(_padded(share.elements)) for stored in states]
+        units.append(Unit((*sizes, *[0] * (kinds - len(sizes))), grains))
     total = sum(unit.nbytes for unit in units)
     if settings.chunk is not None and total > settings.chunk * _MOST_CHUNKS:
         least = as_text(-(-total // _MOST_CHUNKS))
