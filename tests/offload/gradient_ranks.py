@@ -56,7 +56,7 @@ def local(value):
 
 
 class Reference:
-    """The plain optimizer and its own model: after each backward the test takes its gradients, and sums them in FP32."""
+    """The plain optimizer, and its model, whose gradients the test takes after each backward and sums in FP32."""
 
     def __init__(self, net):
         self.net, self.sums = net, {}

@@ -103,7 +103,7 @@ class SimulatedDevice:
         self.weights = {q: self.random.choice((0.02, 0.2, 1.0, 1.0, 5.0)) for q in (*QUEUES, "worker")}
         self.queues: dict[str, deque[Work]] = {q: deque() for q in QUEUES}
         self.compute, self.load, self.store, self.down, self.up = QUEUES
-        self.worker: SimulatedWorker | None = None
+        self.workers: list[SimulatedWorker] = []
         self.torch_device = torch.device("cpu")
         self.memory = HostMemory()
         self.budget, self.fail_at = budget, fail_at
@@ -191,8 +191,9 @@ class SimulatedDevice:
 
     def start(self, flow) -> SimulatedWorker:
         self._call("start")
-        self.worker = SimulatedWorker(self, flow)
-        return self.worker
+        self.workers = [w for w in self.workers if not w.done]
+        self.workers.append(SimulatedWorker(self, flow))
+        return self.workers[-1]
 
     def synchronize(self, event: Event) -> None:
         self.host_waits += 1
@@ -265,13 +266,14 @@ class SimulatedDevice:
 
     def _run_something(self) -> bool:
         ready = [q for q in QUEUES if self._ready(q)]
-        if self.worker is not None and self.worker.ready:
+        workers = [w for w in self.workers if w.ready]
+        if workers:
             ready.append("worker")
         if not ready:
             return False
         chosen = self.random.choices(ready, [self.weights[q] for q in ready])[0]
         if chosen == "worker":
-            self.worker.go_on()
+            (workers[0] if len(workers) == 1 else self.random.choice(workers)).go_on()
         else:
             self._run_part(chosen)
         return True

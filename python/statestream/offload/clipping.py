@@ -20,8 +20,9 @@ def global_norm(grads: Sequence[tuple[Tensor, Tensor | None]], norm_type: float)
 
     `grads` are pairs of a parameter and this rank's float32 part of its gradient, in host memory, or None where it has
     none. It is the norm of the gradients' norms, as torch.nn.utils.get_total_norm takes it, of whole tensors with the
-    same bits; parts are summed first, over the dimensions of their mesh that they are sharded along, with one all-reduce
-    for each. Every rank has to call this with the same parameters. ValueError for an order that is not above 0.
+    same bits; parts are summed first, over the dimensions of their mesh that they are sharded along, with one
+    all-reduce for each. Every rank has to call this with the same parameters. ValueError for an order that is not
+    above 0.
     """
     norm_type = float(norm_type)
     if not norm_type > 0.0:

@@ -64,6 +64,11 @@ class _Slot:
     """Gradients on the device whose copies may not be done."""
     workers: list[Any] = field(default_factory=list)
 
+    def empty(self) -> None:
+        self.end = 0
+        for held in (self.rows, self.params, self.kept, self.workers):
+            held.clear()
+
 
 class GradientStaging:
     """`parts()` is the number of threads that add one slot up."""
@@ -108,8 +113,15 @@ class GradientStaging:
         try:
             if self._slots:
                 self._start(device, self._slots[self._filling], after)
-        finally:
             self._join(self._slots)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                device.drain()  # copies may be on their way out of gradients that are let go here
+            with contextlib.suppress(Exception):
+                self._join(self._slots)
+            for slot in self._slots:
+                slot.empty()
+            raise
 
     def _slot_with_room(self, device: Any, after: Any) -> _Slot:
         slot = self._slots[self._filling]
@@ -129,10 +141,10 @@ class GradientStaging:
     @staticmethod
     def _join(slots: Sequence[_Slot]) -> None:
         with contextlib.ExitStack() as stack:  # every thread is joined, whatever one of them raises
-            for slot in slots:
-                stack.callback(_emptied, slot)
-                for worker in slot.workers:
-                    stack.callback(worker.result)
+            for worker in [worker for slot in slots for worker in slot.workers]:
+                stack.callback(worker.result)
+        for slot in slots:
+            slot.empty()
 
 
 def _adding(slot: _Slot, events: Sequence[Any], part: int, parts: int) -> Iterator[Any]:
@@ -142,11 +154,3 @@ def _adding(slot: _Slot, events: Sequence[Any], part: int, parts: int) -> Iterat
     for row in slot.rows:
         row.add_part(part, parts)
         yield None
-
-
-def _emptied(slot: _Slot) -> None:
-    slot.end = 0
-    slot.workers.clear()
-    slot.rows.clear()
-    slot.params.clear()
-    slot.kept.clear()
