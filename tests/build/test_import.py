@@ -61,22 +61,77 @@ def test_unknown_name_is_an_attribute_error():
         from statestream import FusedAdan  # noqa: F401
 
 
-def test_import_adds_little_to_torchs_own(tmp_path):
-    code = """
+COST = """
 import sys, threading, time, warnings
 import torch
 warnings.simplefilter("error")
 before, began = set(sys.modules), time.process_time()
 from statestream import FusedAdam
-spent, added = time.process_time() - began, set(sys.modules) - before
+alone, added = time.process_time() - began, set(sys.modules) - before
+from statestream import CPUOffloadOptimizer
+both = time.process_time() - began
 heavy = {"typer", "rich", "matplotlib", "numpy", "triton", "torch.distributed.checkpoint", "torch._dynamo"}
+added |= set(sys.modules) - before
 assert not added & heavy, added & heavy
-assert spent < 0.5, spent
 assert not torch.cuda.is_initialized()
 assert threading.active_count() == 1
+print(1e3 * alone, 1e3 * both)
 """
-    done = run(code, tmp_path)
-    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_import_adds_little_to_torchs_own(tmp_path):
+    """Processor time, where the package's bytecode is there; the least of a few, for a busy machine adds to it."""
+    env = {"PYTHONDONTWRITEBYTECODE": ""}
+    taken = []
+    for _ in range(5):
+        done = run(COST, tmp_path, env=env)
+        assert done.stderr == ""
+        taken.append([float(ms) for ms in done.stdout.split()])
+        alone, both = map(min, zip(*taken, strict=True))
+        if alone < 50 and both < 100:
+            return
+    pytest.fail(f"FusedAdam {alone:.0f} ms, limit 50; with CPUOffloadOptimizer {both:.0f} ms, limit 100")
+
+
+AUDIT = """
+import os, sys
+import torch
+seen = []
+
+def audit(event, arguments):
+    if event == "open":
+        path, mode, flags = arguments
+        wrote = isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        if wrote or isinstance(mode, str) and set(mode) & set("wax+"):
+            seen.append((event, *map(str, arguments)))
+    elif event.split(".")[0] in ("socket", "subprocess", "shutil", "tempfile", "urllib", "ftplib", "smtplib"):
+        seen.append((event, *map(str, arguments)))
+    elif event in ("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.mkdir", "os.rename",
+                   "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod", "os.putenv"):
+        seen.append((event, *map(str, arguments)))
+
+sys.addaudithook(audit)
+import statestream
+for name in statestream.__all__:
+    getattr(statestream, name)
+print(seen)
+seen.clear()
+open(os.devnull, "a").close()
+os.environ["X"] = "y"
+import socket
+try:
+    socket.create_connection(("localhost", 1))
+except OSError:
+    pass
+print([event for event, *_ in seen])
+"""
+
+
+def test_import_opens_nothing_for_writing_and_asks_no_network(tmp_path):
+    done = run(AUDIT, tmp_path, env={"PYTHONDONTWRITEBYTECODE": "1"})
+    of_import, of_control = done.stdout.splitlines()
+    assert of_import == "[]"
+    assert "'open', 'os.putenv', 'socket.getaddrinfo'" in of_control
 
 
 def test_import_writes_no_files(tmp_path):

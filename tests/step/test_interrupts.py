@@ -128,12 +128,12 @@ def test_an_interrupt_leaves_all_or_nothing_done(kind, action, steps):
         check(kind, steps, action, sampled=10)
 
 
-@pytest.mark.long  # 3 minutes
+@pytest.mark.long  # 2 minutes
 @pytest.mark.parametrize("action, steps", ACTIONS, ids=str)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_interrupt_before_any_line_leaves_all_or_nothing_done(kind, action, steps):
     with sigint_raises():
-        assert check(kind, steps, action, sampled=None) > 60
+        assert check(kind, steps, action, sampled=None) > 40
 
 
 WORKER = Path(__file__).with_name("interrupt_worker.py")
