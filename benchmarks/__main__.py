@@ -13,7 +13,16 @@ import torch
 
 from benchmarks.readme import README, with_table
 
-EVERYWHERE = ("cpu_step", "overhead", "export_time", "export_peak", "offload_step", "growth", "moment_formats")
+EVERYWHERE = (
+    "cpu_step",
+    "host_step",
+    "overhead",
+    "export_time",
+    "export_peak",
+    "offload_step",
+    "growth",
+    "moment_formats",
+)
 ON_A_GPU = ("gpu_step",)
 
 

@@ -52,6 +52,19 @@ def cpu_step(result: Result) -> Iterator[tuple[str, str]]:
         yield "the same, torch.optim.AdamW(fused=True) takes", ", ".join(ahead)
 
 
+def host_step(result: Result) -> Iterator[tuple[str, str]]:
+    for mode in dict.fromkeys(row["mode"] for row in result.rows):
+        rows = {row["optimizer"]: row for row in result.where(mode=mode)}
+        ours = rows.pop("statestream")
+        others = "; ".join(
+            f"{row['to statestream']} x {name}, {row['bytes a parameter']}" for name, row in rows.items()
+        )
+        yield (
+            f"step on the host, {mode}, {ours['elements'] >> 20}M elements: times of others, and bytes a parameter",
+            f"{others}; statestream {ours['bytes a parameter']}",
+        )
+
+
 def overhead(result: Result) -> Iterator[tuple[str, str]]:
     for row in result.where(optimizer="statestream"):
         (fused,) = result.where(optimizer="torch fused", gradients=row["gradients"])
@@ -105,6 +118,7 @@ def moment_formats(result: Result) -> Iterator[tuple[str, str]]:
 
 FIGURES: dict[str, Callable[[Result], Iterator[tuple[str, str]]]] = {
     "cpu_step": cpu_step,
+    "host_step": host_step,
     "overhead": overhead,
     "export_time": export_time,
     "export_peak": export_peak,

@@ -12,12 +12,13 @@ import pytest
 import torch
 from statestream import FusedAdam
 
-from benchmarks import gpu_step, readme
+from benchmarks import gpu_step, host_step, readme
 
 ROOT = Path(__file__).parents[2]
 
 LITTLE = {
     "cpu_step": ["--elements", "5000", "--rounds", "1"],
+    "host_step": ["--elements", "5000", "--rounds", "1"],
     "overhead": ["--parameters", "10", "--rounds", "1"],
     "export_time": ["--elements", "5000", "--rounds", "1"],
     "offload_step": ["--gigabytes", "1", "--rounds", "1"],
@@ -40,6 +41,34 @@ def test_runs_and_writes_what_it_found(name, tmp_path):
     assert report["rows"] and all(len(row) == len(report["columns"]) for row in report["rows"])
     assert f"torch {torch.__version__}" in report["machine"]
     assert (tmp_path / f"{name}.md").read_text().startswith(f"# {report['title']}")
+
+
+def test_a_step_on_the_host_is_beside_every_peer_or_says_which_is_missing(tmp_path):
+    assert run(tmp_path, "benchmarks.host_step", *LITTLE["host_step"]).returncode == 0
+    report = json.loads((tmp_path / "host_step.json").read_text())
+    measured = {row[report["columns"].index("optimizer")] for row in report["rows"]}
+    said = " ".join(report["notes"])
+    assert "statestream" in measured and "torch.optim.AdamW(fused=True)" in measured
+    assert ("DeepSpeedCPUAdam" in measured) != ("DeepSpeedCPUAdam is not here" in said)
+
+
+@pytest.mark.parametrize("mode", host_step.MODES, ids=lambda mode: mode.name)
+def test_everyone_on_the_host_does_the_same_work(mode):
+    """The same weights after two steps, to the last place of BF16 or nearly that of FP32."""
+    torch.manual_seed(0)
+    start = host_step.parameter(mode, 1000)
+    ends = {}
+    for name, make in {"statestream": host_step.statestream, **host_step.PEERS}.items():
+        param = torch.nn.Parameter(start.detach().clone())
+        param.grad = start.grad.clone()
+        step = make(param, mode)
+        if step is not None:
+            step(), step()
+            ends[name] = param.detach()
+    assert len(ends) >= 2 and not torch.equal(ends["statestream"], start)
+    for name, end in ends.items():
+        close = {"rtol": 2**-7, "atol": 2e-4} if mode.weights is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(end, ends["statestream"], **close, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

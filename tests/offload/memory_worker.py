@@ -58,6 +58,24 @@ def shared(sizes: list[int], dtype: torch.dtype) -> dict[str, int]:
     return {"steady": rss() - base, "staging": optimizer.plan.staging_bytes, "slots": 3 * SLOT_BYTES}
 
 
+def offloaded(n: int, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes beyond those at the start, with gradients that backward offloads: once they are there, and after a step."""
+    param = torch.nn.Parameter(torch.ones(n, dtype=dtype))
+    base = rss()
+    inner = FusedAdam([param], master_weights=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    optimizer = CPUOffloadOptimizer(inner, cpu_fraction=1, offload_gradients=True)
+    found = {}
+    for _ in range(2):
+        for _ in range(2):
+            param.sum().backward()
+        optimizer.clip_grad_norm_(1.0)
+        found["after_backward"] = rss() - base
+        optimizer.step()
+        found["after_step"] = rss() - base
+    found["staging"] = optimizer.plan.staging_bytes
+    return found
+
+
 def life(make: Callable, sizes: list[int], snapshot: bool) -> dict[str, int]:
     """Bytes beyond those at the start: `gone` is once the optimizer was deleted."""
     params = [torch.nn.Parameter(torch.ones(n)) for n in sizes]
@@ -95,6 +113,8 @@ def main() -> None:
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         shared([9, 9], dtype)
         found[f"shared_{name}"] = shared(sizes, dtype)
+        offloaded(9, dtype)
+        found[f"offloaded_{name}"] = offloaded(ELEMENTS, dtype)
     print(json.dumps(found))
 
 

@@ -211,6 +211,17 @@ def test_host_memory_of_a_step_on_the_host_follows_the_formula(name, stored, liv
     assert found["steady"] == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize(("name", "stored"), [("offloaded_bf16", 8), ("offloaded_fp32", 4)])
+def test_host_memory_of_offloaded_gradients_follows_the_formula(name, stored, lives):
+    """S, four bytes an element for FP32 sums, three slots for gradients and three for weights; in backward, where
+    micro-batches are added up, and after the step."""
+    found = lives[name]
+    assert found["staging"] == 96 * MiB
+    expected = (stored + 4) * lives["elements"] + found["staging"]
+    for when in ("after_backward", "after_step"):
+        assert found[when] == pytest.approx(expected, rel=0.05), when
+
+
 # ---- the seam ----
 
 

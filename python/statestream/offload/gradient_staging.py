@@ -31,13 +31,19 @@ SLOT_BYTES = 16 << 20
 
 _ALIGNMENT = 64
 
+_BLOCK = 1 << 16
+"""Elements, for each of torch's threads."""
+
 
 def add_up(total: Tensor, grad: Tensor, first: bool) -> None:
-    """The first gradient is the sum; others are added to it in FP32."""
+    """The first gradient is the sum; others are added to it in FP32. Both are flat."""
     if first:
         total.copy_(grad)
-    else:
-        total.add_(grad)
+        return
+    # torch makes FP32 of all of another dtype before it adds: a block of it stays in the cache.
+    block = max(grad.numel(), 1) if grad.dtype is total.dtype else _BLOCK * torch.get_num_threads()
+    for begin in range(0, grad.numel(), block):
+        total[begin : begin + block].add_(grad[begin : begin + block])
 
 
 @dataclass(frozen=True)
