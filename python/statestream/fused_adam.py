@@ -68,7 +68,8 @@ class FusedAdam(torch.optim.Optimizer):
         capturable: lr and step counters are tensors on the parameter's device, for CUDA graphs.
         master_weights: keep masters of bfloat16 and float16 parameters. Without, weights are updated in
             place and updates below half a unit in their last place are lost.
-        master_weight_dtype: torch.float32, or torch.float16 in blocks with scales.
+        master_weight_dtype: torch.float32, or torch.float16 in blocks with scales, which hold weights exactly that are
+            at least 2**-32 of the largest in their block.
         exp_avg_dtype, exp_avg_sq_dtype: how the moments are stored: torch.float32, torch.bfloat16, torch.float16 or
             FP8 (torch.float8_e4m3fn, in the peer's spelling torch.uint8), also as a string ("torch.bfloat16", "bf16",
             "fp8"). Of the last two each block of 256 elements has a float32 scale, kept beside `state`.
