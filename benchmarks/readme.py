@@ -56,12 +56,10 @@ def host_step(result: Result) -> Iterator[tuple[str, str]]:
     for mode in dict.fromkeys(row["mode"] for row in result.rows):
         rows = {row["optimizer"]: row for row in result.where(mode=mode)}
         ours = rows.pop("statestream")
-        others = "; ".join(
-            f"{row['to statestream']} x {name}, {row['bytes a parameter']}" for name, row in rows.items()
-        )
+        others = [f"{name} {row['to statestream']} x, {row['bytes a parameter']}" for name, row in rows.items()]
         yield (
-            f"step on the host, {mode}, {ours['elements'] >> 20}M elements: times of others, and bytes a parameter",
-            f"{others}; statestream {ours['bytes a parameter']}",
+            f"step on the host, {mode}, {ours['elements'] >> 20}M elements: time to ours, and bytes a parameter",
+            f"{'; '.join(others)}; statestream {ours['bytes a parameter']}",
         )
 
 
