@@ -122,3 +122,5 @@ def test_what_is_allocated_without_data_is_what_a_real_run_allocates(mode):
     assert fake == real
     assert real["first step"][0] > real["built"][0]
     assert real["load"][1] > real["load"][0] == real["export gone"][0]
+    # A step takes nothing beside its gradients, which are as the parameters.
+    assert real["second step"] == (real["first step"][0], real["first step"][0] + real["built"][0])
