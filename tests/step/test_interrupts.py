@@ -34,6 +34,12 @@ def plain(kind: type[Optimizer], **arguments: Any) -> Optimizer:
     return kind(groups, lr=0.01, **arguments)
 
 
+def scaled(optimizer: Any) -> Any:
+    """As GradScaler leaves it for a step."""
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    return optimizer
+
+
 OPTIMIZERS = {
     "masters": lambda: build(MASTERS),
     "blocks with scales": lambda: build(BLOCKS),
@@ -41,6 +47,7 @@ OPTIMIZERS = {
     "offloaded blocks": lambda: CPUOffloadOptimizer(build(BLOCKS), CHUNK),
     "offloaded AdamW": lambda: CPUOffloadOptimizer(plain(AdamW), CHUNK),
     "offloaded SGD": lambda: CPUOffloadOptimizer(plain(SGD, momentum=0.9), CHUNK),
+    "offloaded, scaled gradients": lambda: scaled(CPUOffloadOptimizer(build(MASTERS), CHUNK)),
     "one pass": lambda: CPUOffloadOptimizer(plain(AdamW), None, elementwise=False),
 }
 
@@ -82,9 +89,13 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of optimizer and inner one: numbers, dtypes and names."""
-        both = {**vars(getattr(self.optimizer, "inner", self.optimizer)), **vars(self.optimizer)}
-        return {k: v for k, v in both.items() if isinstance(v, bool | int | float | str | torch.dtype)}
+        """Of optimizer and inner one: numbers, dtypes, and which attributes there are."""
+        both = (self.optimizer, getattr(self.optimizer, "inner", self.optimizer))
+        return {
+            f"{i} {name}": value if isinstance(value, bool | int | float | str | torch.dtype) else None
+            for i, owner in enumerate(both)
+            for name, value in vars(owner).items()
+        }
 
 
 def check(kind: str, steps: int, action: str, sampled: int | None) -> int:
@@ -93,7 +104,7 @@ def check(kind: str, steps: int, action: str, sampled: int | None) -> int:
     getattr(Run.of(kind, steps), action)()  # what is done but once in a process is done
     whole = Run.of(kind, steps)
     moments = moments_of(getattr(whole, action))
-    after = snapshot(whole.optimizer)
+    after, settings_after = snapshot(whole.optimizer), whole.settings
     train(whole.optimizer, [steps + 1])
     following = snapshot(whole.optimizer)
     if sampled is not None:
@@ -110,8 +121,8 @@ def check(kind: str, steps: int, action: str, sampled: int | None) -> int:
         done = not [name for name in differences(now, after) if name in now]
         undone = not [name for name in differences(now, before) if name in before]
         assert done or undone, f"{where}: neither before nor after, by {differences(now, after)}"
+        assert run.settings in (settings, settings_after), where
         if undone and not done:
-            assert not differences(run.settings, settings), where
             getattr(run, action)()
         train(run.optimizer, [steps + 1])
         assert not differences(snapshot(run.optimizer), following), where
