@@ -311,6 +311,24 @@ def test_layouts_and_dtypes_that_change_between_micro_batches(where):
     assert_same(params, optimizer, reference)
 
 
+def test_a_model_that_moves_to_another_device_between_micro_batches(on_device, monkeypatch):
+    first = on_device(Beyond())
+    params, optimizer, reference = pair()
+    reference.add(backward(params, 0))
+    second = on_device(Beyond())
+    first.torch_device = torch.device("cuda", 7)  # from now on the parameters are elsewhere
+
+    def gone(*_):
+        raise AssertionError("a copy on the device that the model has left")
+
+    first.copy = gone
+    reference.add(backward(params, 1))
+    assert optimizer.units.device is second
+    optimizer.step()
+    reference.step()
+    assert_same(params, optimizer, reference)
+
+
 def test_a_shape_that_changes_is_refused_until_zero_grad(where):
     params, optimizer, _ = pair(shapes=[(40, 33), (13,)])
     backward(params, 0)
@@ -457,6 +475,49 @@ def test_its_host_memory_is_four_bytes_an_element_and_the_bound_holds_gradients_
     assert optimizer.memory_report().host["grads"] == 4 * elements
     small = CPUOffloadOptimizer(FusedAdam(make_params(shapes=shapes)), 20_000, offload_gradients=True)
     assert small.plan.device_bytes <= 20_000
+
+
+def test_of_the_hosts_share_only_weights_have_room_in_its_slots(on_device):
+    """BF16 weights: 2 bytes an element, where gradients that are not offloaded take 4 more."""
+    on_device(Beyond())
+    params = make_params(torch.bfloat16, [(1000,)])
+    plan = CPUOffloadOptimizer(FusedAdam(params), cpu_fraction=1, offload_gradients=True).plan
+    assert plan.staging_bytes == 3 * 1024 * 2 + 3 * -(-1000 * 4 // 64) * 64
+
+
+class Counting(Beyond):
+    """Bytes that went each way in steps."""
+
+    load, store, down, up = "load", "store", "down", "up"
+
+    def __init__(self):
+        super().__init__()
+        self.count_anew()
+
+    def count_anew(self):
+        self.moved = dict.fromkeys(("load", "store", "down", "up"), 0)
+
+    def copy(self, queue, to, to_offset, source, offset, nbytes):
+        self.moved[queue] += nbytes
+        super().copy(queue, to, to_offset, source, offset, nbytes)
+
+
+@pytest.mark.parametrize("fraction", [0, 1])
+def test_a_step_moves_gradients_up_once_and_never_back(fraction, on_device):
+    device = on_device(Counting())
+    params = make_params(torch.bfloat16, [(64, 64)])
+    inner = FusedAdam(params, master_weights=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    optimizer = CPUOffloadOptimizer(inner, cpu_fraction=fraction, offload_gradients=True)
+    n = 64 * 64
+    for _ in range(2):  # in the first step weights come down, to be compared with their masters
+        device.count_anew()
+        backward(params, 0)
+        optimizer.units.gradients.flush()
+        assert tuple(device.moved.values()) == (0, 0, 2 * n, 0)
+        device.count_anew()
+        optimizer.step()
+    expected = (0, 0, 0, 2 * n) if fraction else ((8 + 4) * n, 8 * n, 0, 0)
+    assert tuple(device.moved.values()) == expected
 
 
 # ---- errors ----

@@ -48,20 +48,33 @@ def test_five_steps_are_bit_equal_with_a_save_and_a_load_in_the_middle(form, fra
     assert not differences(snapshot(plain), snapshot(shared))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 16])
-@pytest.mark.parametrize("fraction", [0.3, 1.0])
-def test_any_number_of_threads(threads, fraction, where):
-    def params():
-        return make_params(torch.bfloat16, [(700, 331), (13,), (90_001,)])
+@pytest.mark.parametrize("chunk", [200_000, None])
+@pytest.mark.parametrize("fraction", [0, 0.25, 0.5, 1])
+def test_any_number_of_threads(fraction, chunk, where, monkeypatch):
+    """With pieces so large that a call has work for several threads."""
+    monkeypatch.setattr(host_side, "SLOT_BYTES", 1 << 20)
+    largest, adam = 0, kernels.adam
 
-    mine, reference = params(), params()
+    def noting(device, rows, *args, threads=None, **rest):
+        nonlocal largest
+        if threads is not None:
+            largest = max(largest, sum(rows[:: kernels.ROW_WORDS]))
+        adam(device, rows, *args, threads=threads, **rest)
+
+    def params():
+        return make_params(torch.bfloat16, [(300, 331), (13,), (40_001,)])
+
+    reference = params()
     plain = FusedAdam(reference, lr=0.1, master_weights=True)
-    shared = CPUOffloadOptimizer(
-        FusedAdam(mine, lr=0.1, master_weights=True), 300_000, cpu_fraction=fraction, cpu_threads=threads
-    )
     train_params(plain, reference, range(5))
-    train_params(shared, mine, range(5))
-    assert_same_training(mine, shared, reference, plain)
+    monkeypatch.setattr(kernels, "adam", noting)
+    for threads in (1, 2, 3, 7):
+        mine = params()
+        inner = FusedAdam(mine, lr=0.1, master_weights=True)
+        shared = CPUOffloadOptimizer(inner, chunk, cpu_fraction=fraction, cpu_threads=threads)
+        train_params(shared, mine, range(5))
+        assert_same_training(mine, shared, reference, plain)
+    assert largest > 30_000 or not fraction
 
 
 def test_torchs_number_of_threads_is_left_alone_and_ours_is_used(monkeypatch, where):
