@@ -6,11 +6,9 @@ import warnings
 import pytest
 import torch
 from helpers.bits import differences, same_bits, snapshot
-from helpers.modes import FORMS, Mode
+from helpers.modes import BF16, FORMS, FP8, FP16, FP32, Mode
 from helpers.training import build, gradient, train
 from statestream import FusedAdam
-
-BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def param(dtype=FP32):
@@ -36,11 +34,13 @@ def warnings_are_errors():
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_scaled_steps_are_bit_equal_to_plain_ones(dtype, capturable):
+@pytest.mark.parametrize("moments", [FP32, FP16, FP8], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_scaled_steps_are_bit_equal_to_plain_ones(dtype, moments, capturable):
     """A power of two scales without rounding, so nothing may differ."""
     a, b = param(dtype), param(dtype)
-    scaled, plain = (FusedAdam([p], lr=0.1, master_weights=True, capturable=capturable) for p in (a, b))
+    arguments = {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments, "master_weights": True}
+    scaled, plain = (FusedAdam([p], lr=0.1, capturable=capturable, **arguments) for p in (a, b))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(3):
         backward(scaler, a, step)
@@ -53,9 +53,13 @@ def test_scaled_steps_are_bit_equal_to_plain_ones(dtype, capturable):
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_a_step_skipped_for_an_infinite_gradient_counts_nothing(capturable):
-    a, b = param(), param()
-    scaled, plain = (FusedAdam([p], lr=0.1, capturable=capturable) for p in (a, b))
+@pytest.mark.parametrize(
+    ("dtype", "moments"), [(FP32, FP32), (FP16, FP32), (FP16, FP8)], ids=["fp32", "fp16", "fp16 and fp8"]
+)
+def test_a_step_skipped_for_an_infinite_gradient_counts_nothing(dtype, moments, capturable):
+    a, b = param(dtype), param(dtype)
+    arguments = {"exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
+    scaled, plain = (FusedAdam([p], lr=0.1, capturable=capturable, **arguments) for p in (a, b))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(6):
         before = snapshot(scaled)
