@@ -41,8 +41,19 @@ struct RandomKey {
   uint32_t tensor_and_step;
 };
 
+// Rounds toward zero; what no int32_t holds becomes the nearest that there is, and NaN 0, as on the device: in C++ such
+// a conversion has no meaning.
+STATESTREAM_HD int32_t saturated(float x) {
+#if defined(__CUDA_ARCH__)
+  return (int32_t)x;
+#else
+  if (x != x) return 0;
+  return x >= 2147483648.0f ? INT32_MAX : x < -2147483648.0f ? INT32_MIN : (int32_t)x;
+#endif
+}
+
 STATESTREAM_HD RandomKey random_key(uint64_t seed, uint32_t ordinal, int32_t tensor, float step) {
-  return {seed, ordinal, (uint32_t)tensor | (uint32_t)(int32_t)step << 2};
+  return {seed, ordinal, (uint32_t)tensor | (uint32_t)saturated(step) << 2};
 }
 
 // 128 bits: 16 for each of the eight elements whose global index is 8 * group + 0..7.

@@ -123,6 +123,25 @@ def test_the_draws_of_neighbours_tensors_steps_seeds_and_parameters_have_nothing
     np.testing.assert_array_equal(np.roll(first, -8)[: n - 8], ups("exp_avg", offset=8)[: n - 8])
 
 
+def test_a_count_that_is_none_draws_as_the_device_converts_it(form):
+    """To an int of 32 bits: what is too large to the largest, NaN to 0. Bias correction would show the count itself."""
+    options = replace(ADAMW, bias_correction=False)
+
+    def drawn(count: float) -> State:
+        state = State.of(random_values(3000, seed=3), ALL_BF16)
+        state.step.fill_(count)
+        update(state, ALL_BF16, options, advance=False, seed=9, stochastic=ALL_BF16_FLAGS)
+        return state.replaced(torch.Tensor.clone)
+
+    def same(a: float, b: float) -> bool:
+        return all(torch.equal(x, y) for (_, x), (_, y) in zip(drawn(a).tensors(), drawn(b).tensors(), strict=True))
+
+    # Of the count 30 bits are left, so that -1 stands for the largest number.
+    assert all(same(count, -1.0) for count in (2.0**31, 1e30, float("inf")))
+    assert all(same(count, 0.0) for count in (float("nan"), float("-inf"), -1e30, 2.0**30))
+    assert not same(0.0, -1.0)
+
+
 def test_exact_numbers_stay_exact(form):
     """Nothing is cut off: no draw changes anything."""
     for moments in (BF16, F16, U8):

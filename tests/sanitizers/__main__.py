@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument(
         "--tree", type=Path, help="a folder to build in and to keep; built in already, it is used as it is"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     lacks = missing(arguments.sanitizer)
     if lacks:
         parser.error(lacks)
