@@ -53,6 +53,42 @@ def test_bits_are_those_of_the_resident_optimizer(name, chunk):
             assert_same_values(mine, value.cpu(), key)
 
 
+@pytest.mark.parametrize("chunk", [60_000, None])
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1, "auto"])
+def test_bits_of_a_step_that_the_host_shares(fraction, chunk):
+    params, reference = on_gpu(make_params("mixed")), on_gpu(make_params("mixed"))
+    make = MAKERS["fused_adam_masters"]
+    plain, optimizer = make(reference), CPUOffloadOptimizer(make(params), chunk, cpu_fraction=fraction)
+    train(plain, reference, range(8))
+    train(optimizer, params, range(8))
+    for p, q in zip(params, reference, strict=True):
+        assert_same_values(p.cpu(), q.cpu())
+        for key, value in plain.state[q].items():
+            assert_same_values(optimizer.state[p][key], value.cpu(), key)
+
+
+@pytest.mark.parametrize("fraction", [0, 0.5, 1])
+def test_bits_of_micro_batches_whose_gradients_are_offloaded(fraction):
+    params, reference = on_gpu(make_params("mixed")), on_gpu(make_params("mixed"))
+    options = {"lr": 0.1, "master_weights": True, "exp_avg_dtype": "bf16"}
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, **options), 60_000, cpu_fraction=fraction, offload_gradients=True)
+    plain = FusedAdam(reference, use_decoupled_grad=True, **options)
+    for step in range(3):
+        sums = [torch.zeros_like(p, dtype=torch.float32) for p in reference]
+        for micro_batch in range(4):
+            grads = [p.detach().cpu() for p in make_params("mixed", seed=10 * step + micro_batch)]
+            sum((p * g.cuda()).sum().float() for p, g in zip(params, grads, strict=True)).backward()
+            assert all(p.grad is None for p in params)
+            for total, g in zip(sums, grads, strict=True):
+                total.add_(g.cuda())
+        for p, total in zip(reference, sums, strict=True):
+            p.decoupled_grad = total
+        plain.step()
+        optimizer.step()
+    for p, q in zip(params, reference, strict=True):
+        assert_same_values(p.cpu(), q.cpu())
+
+
 def test_state_is_pinned_and_the_step_waits_for_nothing():
     params = on_gpu(make_params(torch.bfloat16, shapes=[(MiB,)] * 8))
     optimizer = CPUOffloadOptimizer(MAKERS["fused_adam_masters"](params), 8 * MiB)

@@ -256,11 +256,6 @@ class ElementRanges(Units):
         """Whether the optimizer's state is here, and in no other such object."""
         return getattr(self.inner._keeper, "ranges", None) is self
 
-    @property
-    def last_store(self) -> Any:
-        """The event after which the last step has left host memory alone."""
-        return self._last_store
-
     def _has_grad(self, param: Tensor) -> bool:
         if self.gradients is not None:
             return self.gradients.has(param)

@@ -2,8 +2,9 @@
 
 Why each wait is there, and there are no others:
 
-* the down queue waits for the queue that made a gradient (the one current where it was taken);
-* whoever adds a slot up waits for its copies, and for the last step: until its loads are done the sums are read;
+* the down queue waits for the queue that made a gradient (the one current where it was taken). That comes after the
+  last step, whose weights the gradient was made with: so do the copies, and the sums are not read any more;
+* whoever adds a slot up waits for its copies;
 * a slot is filled again when it was added up;
 * all are added up before a second gradient of a parameter is taken: threads must not meet in a sum.
 
@@ -93,18 +94,17 @@ class GradientStaging:
         """Takes slots, for gradients of so many bytes in all: before any is taken, and when there are to be more."""
         room = max(min(-(-gradient_bytes // _ALIGNMENT) * _ALIGNMENT, SLOT_BYTES), _ALIGNMENT)
         if not self._slots or self._slots[0].block.numel() < room:
-            self.finish(device, None)
+            self.finish(device)
             self._slots = [_Slot(device.memory.block(room)) for _ in range(SLOTS)]
 
-    def take(self, device: Any, param: int, total: Tensor, grad: Tensor, first: bool, after: Any) -> None:
-        """Queues the way of a gradient into `total`, both flat. `param` tells parameters apart; the sums may be
-        written from the event `after` on."""
+    def take(self, device: Any, param: int, total: Tensor, grad: Tensor, first: bool) -> None:
+        """Queues the way of a gradient into `total`, both flat. `param` tells parameters apart."""
         if any(param in slot.params for slot in self._slots):
-            self.finish(device, after)
+            self.finish(device)
         device.wait(device.down, device.record(device.compute))
         at, size = 0, grad.element_size()
         while at < grad.numel():
-            slot = self._slot_with_room(device, after)
+            slot = self._slot_with_room(device)
             n = min(grad.numel() - at, (slot.block.numel() - slot.end) // size)
             slot.kept.append(grad)
             device.copy(device.down, slot.block, slot.end, grad.view(torch.uint8), at * size, n * size)
@@ -114,11 +114,11 @@ class GradientStaging:
             slot.end += -(-n * size // _ALIGNMENT) * _ALIGNMENT
             at += n
 
-    def finish(self, device: Any, after: Any) -> None:
+    def finish(self, device: Any) -> None:
         """Waits until every gradient that was taken is in its sum; raises what kept one from it."""
         try:
             if self._slots:
-                self._start(device, self._slots[self._filling], after)
+                self._start(device, self._slots[self._filling])
             self._join(self._slots)
         except BaseException:
             with contextlib.suppress(Exception):
@@ -129,20 +129,20 @@ class GradientStaging:
                 slot.empty()
             raise
 
-    def _slot_with_room(self, device: Any, after: Any) -> _Slot:
+    def _slot_with_room(self, device: Any) -> _Slot:
         slot = self._slots[self._filling]
         if slot.end >= slot.block.numel():
-            self._start(device, slot, after)
+            self._start(device, slot)
             self._filling = (self._filling + 1) % len(self._slots)
             slot = self._slots[self._filling]
             self._join([slot])
         return slot
 
-    def _start(self, device: Any, slot: _Slot, after: Any) -> None:
+    def _start(self, device: Any, slot: _Slot) -> None:
         if slot.rows and not slot.workers:
             arrived, parts = device.record(device.down), self._parts()
             for part in range(parts):
-                slot.workers.append(device.start(_adding(slot, (after, arrived), part, parts)))
+                slot.workers.append(device.start(_adding(slot, arrived, part, parts)))
 
     @staticmethod
     def _join(slots: Sequence[_Slot]) -> None:
@@ -153,9 +153,9 @@ class GradientStaging:
             slot.empty()
 
 
-def _adding(slot: _Slot, events: Sequence[Any], part: int, parts: int) -> Iterator[Any]:
+def _adding(slot: _Slot, arrived: Any, part: int, parts: int) -> Iterator[Any]:
     """The flow of one thread: its part of each row."""
-    yield from events
+    yield arrived
     slot.kept.clear()
     for row in slot.rows:
         row.add_part(part, parts)

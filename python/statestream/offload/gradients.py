@@ -102,7 +102,7 @@ class OffloadedGradients:
         if not device.host_reaches_parameters:
             if not self.staging.nbytes:
                 self._prepare()
-            self.staging.take(device, id(param), flat(total), flat(grad), first, self.owner.last_store)
+            self.staging.take(device, id(param), flat(total), flat(grad), first)
             return
         if torch.cuda.is_initialized() and grad.is_pinned():
             # FSDP2 with CPUOffloadPolicy copies it there on this stream, and some versions do not wait.
@@ -141,7 +141,7 @@ class OffloadedGradients:
     def flush(self) -> None:
         """Waits until every gradient that was taken is in its sum; raises the error of one that is not."""
         try:
-            self.staging.finish(self.owner.device, self.owner.last_store)
+            self.staging.finish(self.owner.device)
         except BaseException:
             self._incomplete = True
             raise
