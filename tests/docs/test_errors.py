@@ -110,6 +110,38 @@ def a_lost_device(monkeypatch) -> None:
     optimizer.step()
 
 
+def offloading() -> tuple[torch.nn.Parameter, CPUOffloadOptimizer]:
+    made = param()
+    made.grad = None
+    optimizer = CPUOffloadOptimizer(FusedAdam([made]), offload_gradients=True)
+    made.sum().backward()
+    return made, optimizer
+
+
+def a_scaler_beside_offloaded_gradients() -> None:
+    scaler, (made, optimizer) = torch.amp.GradScaler("cpu"), offloading()
+    scaler.scale(made.sum()).backward()
+    scaler.step(optimizer)
+
+
+def a_gradient_set_twice() -> None:
+    made, optimizer = offloading()
+    made.grad = torch.ones_like(made)
+    optimizer.step()
+
+
+def a_gradient_lost_on_the_way(monkeypatch) -> None:
+    from statestream.offload import gradients
+
+    made, optimizer = offloading()
+    with monkeypatch.context() as patch:
+        patch.setattr(gradients, "add_up", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            made.sum().backward()
+    made.grad = None
+    optimizer.step()
+
+
 def clipping_in_lightning() -> None:
     precision = pytest.importorskip("lightning.pytorch.plugins.precision", reason="lightning is not installed")
     precision.MixedPrecision("bf16-mixed", "cpu").clip_gradients(stepped(), 1.0)
@@ -142,6 +174,9 @@ CASES: list[Callable[..., object]] = [
     lambda: load(stepped(), stepped(), newer),
     less_in_the_checkpoint,
     a_lost_device,
+    a_scaler_beside_offloaded_gradients,
+    a_gradient_set_twice,
+    a_gradient_lost_on_the_way,
     clipping_in_lightning,
 ]
 """One for each message, in the page's order."""

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream import CPUOffloadOptimizer, FusedAdam, Timeline
 from statestream.offload import gradient_staging, host_side
 from statestream.offload.device import HostDevice
 from torch.nn import Parameter
@@ -518,6 +518,27 @@ def test_a_step_moves_gradients_up_once_and_never_back(fraction, on_device):
         optimizer.step()
     expected = (0, 0, 0, 2 * n) if fraction else ((8 + 4) * n, 8 * n, 0, 0)
     assert tuple(device.moved.values()) == expected
+
+
+@pytest.mark.parametrize("fraction", [0, 0.5])
+def test_a_timeline_is_of_the_step_alone(fraction, where):
+    """Though gradients are taken while it records, its chunks are those of the plan, with their gradients loaded."""
+    params, optimizer, _ = pair(torch.bfloat16, 20_000, fraction, master_weights=True)
+    seen = []
+    backward(params, 0)
+    optimizer.step()  # in which weights come down, to be compared with their masters
+    for backward_too in (False, True):
+        backward(params, 0)
+        with Timeline(optimizer) as timeline:
+            if backward_too:
+                backward(params, 1)
+            optimizer.step()
+        seen.append(sorted((span.what, span.chunk, span.nbytes) for span in timeline.spans))
+    assert seen[0] == seen[1]
+    moved = {what: sum(s[2] for s in seen[1] if s[0] == what) for what in ("load", "store")}
+    assert moved["load"] > moved["store"] > 0
+    if not fraction:
+        assert moved["load"] - moved["store"] == optimizer.plan.gradient_bytes
 
 
 # ---- errors ----

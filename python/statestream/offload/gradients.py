@@ -97,8 +97,13 @@ class OffloadedGradients:
             self._sums[id(param)] = total
             param.grad = None
 
+    @property
+    def _device(self) -> Any:
+        """The owner's, past a timeline: copies of backward are no part of a step."""
+        return getattr(self.owner.device, "unrecorded", self.owner.device)
+
     def _bring(self, param: Tensor, total: Tensor, grad: Tensor, first: bool) -> None:
-        device = self.owner.device
+        device = self._device
         if not device.host_reaches_parameters:
             if not self.staging.nbytes:
                 self._prepare()
@@ -112,7 +117,7 @@ class OffloadedGradients:
     def _prepare(self) -> None:
         if not self.owner.device.host_reaches_parameters:
             sizes = {id(p): local_of(p.detach()).numel() * GRAD_BYTES for p in self.owner.params() if p.requires_grad}
-            self.staging.prepare(self.owner.device, sum(sizes.values()))
+            self.staging.prepare(self._device, sum(sizes.values()))
 
     # ---- afterwards ----
 
@@ -141,7 +146,7 @@ class OffloadedGradients:
     def flush(self) -> None:
         """Waits until every gradient that was taken is in its sum; raises the error of one that is not."""
         try:
-            self.staging.finish(self.owner.device)
+            self.staging.finish(self._device)
         except BaseException:
             self._incomplete = True
             raise

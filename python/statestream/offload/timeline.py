@@ -99,6 +99,10 @@ class _Recorder:
         self._work: dict[tuple[str, int], _Work] = {}
         self._began = clock.mark(device.compute)
 
+    @property
+    def unrecorded(self) -> Any:
+        return self.device
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.device, name)
 
