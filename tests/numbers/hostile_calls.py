@@ -1,4 +1,5 @@
-"""python hostile_calls.py MODULE [SEED COUNT]: every argument of every function of a native module, spoilt.
+"""python hostile_calls.py MODULE SEED COUNT: every argument of every function of a native module spoilt, then, so many
+times, a few at once.
 
 Run by test_hostile_calls in a process of its own, for a crash would end it. First each function is called as it
 should be. Then each call must be refused before anything of it is run, which a RuntimeError would not be, and touch no
@@ -16,6 +17,7 @@ import sys
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -241,11 +243,9 @@ def main() -> None:
     for name, (good, _) in arguments(module, tensors).items():
         assert works(module, name, good), name
     tensors = Tensors()
-    calls = spoilt_calls(module, tensors)
-    if len(sys.argv) > 2:
-        calls = random_calls(module, tensors, int(sys.argv[2]), int(sys.argv[3]))
     made = 0
-    for shown, call in calls:
+    seed, count = int(sys.argv[2]), int(sys.argv[3])
+    for shown, call in chain(spoilt_calls(module, tensors), random_calls(module, tensors, seed, count)):
         if os.environ.get("STATESTREAM_HOSTILE_VERBOSE"):
             print(shown, file=sys.stderr, flush=True)
         try:

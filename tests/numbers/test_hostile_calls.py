@@ -27,17 +27,12 @@ def refused(module: str, *arguments: object) -> int:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_one_spoilt_argument_is_an_exception(module):
-    assert refused(module) > 500
+def test_spoilt_arguments_are_an_exception(module):
+    assert refused(module, 1, 2_000) > 2_500
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_few_spoilt_arguments_are_an_exception(module):
-    assert refused(module, 1, 2_000) == 2_000
-
-
-@pytest.mark.long  # a minute
+@pytest.mark.long  # a minute in all
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("seed", range(10))
 def test_many_spoilt_arguments_are_an_exception(module, seed):
-    assert refused(module, 100 + seed, 100_000) == 100_000
+    assert refused(module, 100 + seed, 100_000) > 100_000

@@ -136,7 +136,7 @@ ACTIONS = [("step", 0), ("step", 2), ("export", 2), ("load", 2)]
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_interrupt_leaves_all_or_nothing_done(kind, action, steps):
     with sigint_raises():
-        check(kind, steps, action, sampled=10)
+        check(kind, steps, action, sampled=6)
 
 
 @pytest.mark.long  # 2 minutes
