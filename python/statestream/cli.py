@@ -203,6 +203,9 @@ def convert(
 
 def main(args: list[str] | None = None) -> None:
     """The console script. Exits: 0 well, 1 a command found a fault, 2 bad input, in one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a file may have a name that the terminal's encoding has no letters for
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = app(args=args, prog_name="statestream", standalone_mode=False)
     except (Refused, _UsageError) as error:

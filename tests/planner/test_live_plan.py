@@ -100,8 +100,11 @@ def test_what_cannot_be_is_refused_by_name():
         statestream.plan(model, FusedAdam(model.parameters()), moments="bf16")
     with pytest.raises(ValueError, match="gpu_memory: 'much' is not a size"):
         statestream.plan(model, gpu_memory="much")
-    with pytest.raises(ValueError, match="reserve"):
+    with pytest.raises(ValueError, match="give gpu_memory too"):
         statestream.plan(model, reserve="1GiB")
+    for reserve in ("2GiB", -1, float("nan"), True):
+        with pytest.raises(ValueError, match="reserve: "):
+            statestream.plan(model, gpu_memory="1GiB", reserve=reserve)
     with pytest.raises(ValueError, match=r"'torch\.float64' is not supported"):
         statestream.plan(model_of(torch.float64))
 

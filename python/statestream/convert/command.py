@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from statestream.convert.files import convert_file
 from statestream.convert.folders import convert_checkpoint
-from statestream.planner.dcp_metadata import METADATA, model_of_checkpoint
+from statestream.planner.dcp_metadata import METADATA
 
 __all__ = ["convert"]
 
@@ -27,7 +27,6 @@ def convert(here: Path, there: Path, to: str, /, **options: Any) -> None:
             raise ValueError(f"{str(there)!r} is a file; a folder's conversion needs a folder")
         if not (here / METADATA).exists():
             raise ValueError(f"{str(here)!r} holds no checkpoint: it has no {METADATA}")
-        model_of_checkpoint(here / METADATA)  # a damaged one would raise anything below
     run = convert_checkpoint if here.is_dir() else convert_file
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), DownloadColumn(), TimeRemainingColumn())
@@ -37,10 +36,5 @@ def convert(here: Path, there: Path, to: str, /, **options: Any) -> None:
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        try:
-            run(here, there, to, progress=progress, **options)
-        except (EOFError, RuntimeError) as error:
-            if not isinstance(error, EOFError) and "PytorchStreamReader" not in str(error):
-                raise
-            raise ValueError(f"{str(here)!r} is damaged: {str(error).splitlines()[0]}") from None
+        run(here, there, to, progress=progress, **options)
     print(f"{there} written")

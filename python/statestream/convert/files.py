@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from statestream.convert.layout import groups_of
 from statestream.convert.rules import Request
 from statestream.convert.scratch import Scratch
 from statestream.convert.state_dicts import StateDictView
@@ -83,10 +85,12 @@ def _load(file: Path) -> Any:
         raise ValueError(f"{os.fspath(file)} is no file")
     load = partial(torch.load, file, map_location="cpu", weights_only=True)
     try:
-        try:
-            return load(mmap=True)
-        except RuntimeError:  # torch's older format cannot be mapped
-            return load()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a file that is none of torch.save's torch warns before it raises
+            try:
+                return load(mmap=True)
+            except RuntimeError:  # torch's older format cannot be mapped
+                return load()
     except OSError:
         raise
     except Exception as error:  # a file of anything else may raise anything
@@ -184,12 +188,15 @@ def _is_tensors(found: Mapping) -> bool:
 
 def _members(state_dict: Mapping) -> tuple[list[Hashable], list[Hashable]]:
     """Keys of the parameters in the state dict, and their names where it has them."""
-    groups = state_dict.get("param_groups")
-    if groups is None:
+    if not isinstance(state_dict.get("param_groups"), list):
         names = dict.fromkeys(key.split(".", 1)[1].rpartition(".")[0] for key in state_dict if key.startswith("param_"))
         return list(names), list(names)
-    keys = [key for group in groups for key in group["params"]]
-    return keys, [name for group in groups for name in group.get("param_names", group["params"])]
+    keys, names = [], []
+    for settings, members in groups_of(state_dict):
+        named = settings.get("param_names", members)
+        keys += members
+        names += named if isinstance(named, (list, tuple)) and len(named) == len(members) else members
+    return keys, names
 
 
 # ---- writing ----
@@ -224,11 +231,12 @@ def _write(content: Any, scratch: Scratch, file: Path, progress: Callable[[int, 
         torch.save(content, _Counted(stream, lambda written: said(scratch.nbytes + min(written, tensors))))
         stream.flush()
         os.fsync(stream.fileno())  # a disk that is full may say so no earlier
+    said(total)
 
 
 def _tensor_bytes(content: Any) -> int:
     if isinstance(content, Tensor):
-        return content.nbytes
+        return content.nbytes if content.layout is torch.strided else 0
     if isinstance(content, Mapping):
         content = list(content.values())
     return sum(map(_tensor_bytes, content)) if isinstance(content, (list, tuple)) else 0

@@ -7,6 +7,7 @@ import io
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -33,6 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from statestream.planner.dcp_metadata import METADATA, classes_in
+
 __all__ = ["Entry", "Reader", "write_checkpoint"]
 
 Made = Tensor | io.BytesIO
@@ -43,11 +46,13 @@ class Reader:
     was saved (empty where it was flat already)."""
 
     def __init__(self, folder: str | os.PathLike):
-        self._storage = FileSystemReader(folder)
+        self._folder, self._storage = os.fspath(folder), FileSystemReader(folder)
         try:
-            metadata = self._storage.read_metadata()
+            _refuse_code(Path(folder) / METADATA)
+            with self._reading(METADATA):
+                metadata = _checked(self._storage.read_metadata())
         except FileNotFoundError as error:
-            raise ValueError(f"{os.fspath(folder)} holds no checkpoint: it has no .metadata") from error
+            raise ValueError(f"{self._folder} holds no checkpoint: it has no {METADATA}") from error
         self._storage.set_up_storage_reader(metadata, is_coordinator=True)
         entries = metadata.state_dict_metadata
         self.tensors = {key: m for key, m in entries.items() if isinstance(m, TensorStorageMetadata)}
@@ -60,17 +65,19 @@ class Reader:
     def read(self, key: str, piece: ChunkStorageMetadata) -> Tensor:
         """The part of a tensor that `piece` says, in host memory."""
         metadata = self.tensors[key]
-        out = torch.empty(piece.sizes, dtype=metadata.properties.dtype)
-        if out.numel():
-            items = create_read_items_for_chunk_list(key, metadata, [piece])
-            self._storage.read_data(LoadPlan(items), _Reads({key: out})).wait()
+        with self._reading(key):
+            out = torch.empty(piece.sizes, dtype=metadata.properties.dtype)
+            if out.numel():
+                items = create_read_items_for_chunk_list(key, metadata, [piece])
+                self._storage.read_data(LoadPlan(items), _Reads({key: out})).wait()
         return out
 
     def bytes_of(self, key: str) -> io.BytesIO:
         """An object as it was pickled."""
         reads = _Reads({})
-        self._storage.read_data(LoadPlan([_object_item(key)]), reads).wait()
-        return reads.found[key]
+        with self._reading(key):
+            self._storage.read_data(LoadPlan([_object_item(key)]), reads).wait()
+            return reads.found[key]
 
     def values(self, keys: Iterable[str]) -> dict[str, Any]:
         """Small values, whether they were saved as objects or as tensors. Objects of torch and of Python alone."""
@@ -83,8 +90,61 @@ class Reader:
             whole = ChunkStorageMetadata(torch.Size([0] * out.dim()), out.size())
             items += create_read_items_for_chunk_list(key, self.tensors[key], [whole])
         reads = _Reads(outs)
-        self._storage.read_data(LoadPlan(items), reads).wait()
+        with self._reading("a setting"):
+            self._storage.read_data(LoadPlan(items), reads).wait()
         return outs | {key: _unpickled(key, file) for key, file in reads.found.items()}
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # torch's reader may raise anything of bytes that are others than were written
+            kind = type(error).__name__
+            raise ValueError(f"{self._folder} is damaged: {what} cannot be read ({kind})") from error
+
+
+def _refuse_code(path: Path) -> None:
+    """torch unpickles the metadata, which would run what it names."""
+    for module, name in sorted(classes_in(path)):
+        own = module == "torch.distributed.checkpoint" or module.startswith("torch.distributed.checkpoint.")
+        value = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout, type))
+        if not own and not value and (module, name) not in _HARMLESS:
+            raise ValueError(f"{path} names {module}.{name}, which is none of a checkpoint's: it is not read")
+
+
+_HARMLESS = {
+    ("builtins", "set"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "PosixPath"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+def _checked(metadata: Metadata) -> Metadata:
+    """As it is, if it says of every entry what is asked of it here; any error if not."""
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(key, str) or not isinstance(entry, (TensorStorageMetadata, BytesStorageMetadata)):
+            raise TypeError(f"{key!r} is no entry")
+        if isinstance(entry, TensorStorageMetadata):
+            if not isinstance(entry.properties.dtype, torch.dtype):
+                raise TypeError(f"{key} has no dtype")
+            for piece in entry.chunks:
+                for offset, size, whole in zip(piece.offsets, piece.sizes, entry.size, strict=True):
+                    if min(offset, size, whole - offset - size) < 0:
+                        raise ValueError(f"{key} has a piece that is no part of it")
+    for index, stored in metadata.storage_data.items():
+        if not isinstance(index.fqn, str) or min(stored.offset, stored.length) < 0:
+            raise TypeError(f"{index} is nowhere")
+        if Path(stored.relative_path).name != stored.relative_path:
+            raise ValueError(f"{stored.relative_path} is outside of the checkpoint")
+    for path in (metadata.planner_data or {}).values():
+        if not isinstance(path, tuple):
+            raise TypeError(f"{path!r} is no path")
+    return metadata
 
 
 def _object_item(key: str) -> ReadItem:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from statestream.convert.folder_io import Entry, Reader, write_checkpoint
 from statestream.convert.layout import Flat, group_label, param_label
-from statestream.convert.rules import Group, How, NewGroup, NewParam, Param, Request, convert
+from statestream.convert.rules import Group, How, NewGroup, NewParam, Param, Request, convert, count_of
 from statestream.convert.target import appearing
 from statestream.convert.values import dtype_of, sources, values_of
 from statestream.moments import MASTER, STEP
@@ -120,6 +120,9 @@ class _FolderView:
         groups = [parts.settings[number] for number in sorted(parts.settings, key=int)]
         members = [self.outer + found.pop("params") for found in groups]
         lists = self.reader.values(members)
+        for key in members:
+            if not isinstance(lists[key], (list, tuple)):
+                raise ValueError(f"{key} in the checkpoint is no list of parameters")
         return parts.states, groups, [list(lists[key]) for key in members]
 
     def _outer_path(self) -> tuple:
@@ -148,7 +151,7 @@ class _FolderView:
             Param(
                 param_label(name),
                 dtypes,
-                None if step is None else float(step),
+                count_of(param_label(name), step),
                 None if weight is None else self.reader.tensors[weight].properties.dtype,
             ),
         )

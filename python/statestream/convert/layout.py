@@ -3,10 +3,11 @@ in a checkpoint of a nested one, where the settings are ``param_groups.<number>.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["Flat", "group_label", "param_label"]
+__all__ = ["Flat", "group_label", "groups_of", "param_label"]
 
 STATE, GROUPS = "state.", "param_groups."
 
@@ -34,6 +35,18 @@ class Flat:
             if name not in flat.settings:
                 raise ValueError(f"'{name}' has state and no settings in the state dict")
         return flat
+
+
+def groups_of(state_dict: Mapping[str, Any]) -> list[tuple[dict[str, Any], list[Hashable]]]:
+    """Settings and members of each group of a nested state dict. ValueError where they are not what an optimizer
+    saves."""
+    found = []
+    for number, group in enumerate(state_dict["param_groups"]):
+        members = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(members, (list, tuple)) or not all(isinstance(member, (int, str)) for member in members):
+            raise ValueError(f"{group_label(number)} is no dict with a list of numbers or names as 'params'")
+        found.append(({key: value for key, value in group.items() if key != "params"}, list(members)))
+    return found
 
 
 def group_label(group: int | str) -> str:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -20,7 +21,19 @@ import torch
 from statestream.moments import MASTER, MOMENTS, STEP
 from statestream.state_dict import FORMAT_VERSION
 
-__all__ = ["ENGINE", "STATESTREAM", "TORCH", "Group", "How", "NewGroup", "NewParam", "Param", "Request", "convert"]
+__all__ = [
+    "ENGINE",
+    "STATESTREAM",
+    "TORCH",
+    "Group",
+    "How",
+    "NewGroup",
+    "NewParam",
+    "Param",
+    "Request",
+    "convert",
+    "count_of",
+]
 
 TORCH, STATESTREAM, ENGINE = FORMS = ("torch", "statestream", "transformer_engine")
 MAX_EXP_AVG_SQ = "max_exp_avg_sq"
@@ -133,6 +146,27 @@ def convert(groups: list[Group], request: Request, flat: bool = False) -> list[N
     ]
 
 
+def count_of(label: str, value: Any) -> float | None:
+    """A count of updates as it was saved, a number or a tensor of one; None for None. ValueError for another value."""
+    if value is None:
+        return None
+    try:
+        count = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        count = math.nan
+    if not 0 <= count < 2**53:
+        said = f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+        raise ValueError(f"step of {label} is {said[:80]}, which is no count of updates")
+    return count
+
+
+def _flag(group: Group, key: str, default: bool = False) -> bool:
+    value = group.settings.get(key)
+    if value is not None and not (isinstance(value, (bool, int)) and value in (0, 1)):
+        raise ValueError(f"{key} of {group.label} is a {type(value).__name__}; it must be true or false")
+    return default if value is None else bool(value)
+
+
 def _form_of(groups: list[Group]) -> str:
     keys = {key for group in groups for key in group.settings}
     if not keys.issuperset(_ADAM):
@@ -150,11 +184,16 @@ def _check(group: Group, source: str) -> None:
         unknown = sorted(param.dtypes.keys() - {*MOMENTS, MASTER, MAX_EXP_AVG_SQ})
         if unknown:
             raise ValueError(f"{param.label} has a state {unknown[0]!r}, which is none of Adam's")
+        if param.weight is not None and not param.weight.is_floating_point:
+            raise ValueError(f"the weight of {param.label} is stored as {param.weight}, which no Adam updates")
         if not param.dtypes:
             continue
         for name in MOMENTS:
             if name not in param.dtypes:
                 raise ValueError(f"{name} of {param.label} is missing")
+        for name, dtype in param.dtypes.items():
+            if not dtype.is_floating_point and (name, dtype) != (MASTER, torch.int16):
+                raise ValueError(f"{name} of {param.label} is stored as {dtype}, which no Adam saves it as")
         if param.step is None and source != ENGINE:
             raise ValueError(f"step of {param.label} is missing")
 
@@ -163,17 +202,17 @@ def _count_by_group(groups: list[Group]) -> None:
     for group in groups:
         for param in group.params:
             if param.dtypes:
-                if group.settings.get(STEP) is None:
+                param.step = count_of(group.label, group.settings.get(STEP))
+                if param.step is None:
                     raise ValueError(f"step of {group.label} is missing")
-                param.step = float(group.settings[STEP])
 
 
 def _group_counts(groups: list[Group], request: Request, flat: bool) -> list[int]:
     """The count of each group's calls. All groups of an optimizer are called alike, so it is the largest count of any
     parameter; but the peer has no other, so there it must be that of each of a group's parameters."""
     largest = int(max((p.step for g in groups for p in g.params if p.step is not None), default=0))
-    counted = [int(g.settings[STEP]) for g in groups if g.settings.get(STEP) is not None]
-    largest = max([largest, *counted])
+    counted = [count_of(group.label, group.settings.get(STEP)) for group in groups]
+    largest = max([largest, *(int(count) for count in counted if count is not None)])
     if request.to != ENGINE or STEP in request.drop:
         return [largest] * len(groups)
     if flat:
@@ -201,9 +240,9 @@ def _same_count(params: list[Param], why: str) -> float | None:
 
 def _settings(group: Group, source: str, request: Request, count: int) -> dict[str, Any]:
     old = dict(group.settings)
-    amsgrad, maximize = bool(old.get("amsgrad")), bool(old.get("maximize"))
-    corrected = bool(old.get("bias_correction", True))
-    decoupled = bool(old.get("decoupled_weight_decay", request.adam_w_mode is not False))
+    amsgrad, maximize = _flag(group, "amsgrad"), _flag(group, "maximize")
+    corrected = _flag(group, "bias_correction", True)
+    decoupled = _flag(group, "decoupled_weight_decay", request.adam_w_mode is not False)
     if amsgrad and request.to != TORCH:
         if MAX_EXP_AVG_SQ not in request.drop:
             raise ValueError(

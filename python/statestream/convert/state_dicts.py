@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream.convert.layout import Flat, group_label, param_label
-from statestream.convert.rules import Group, How, NewGroup, Param, Request, convert
+from statestream.convert.layout import Flat, group_label, groups_of, param_label
+from statestream.convert.rules import Group, How, NewGroup, Param, Request, convert, count_of
 from statestream.convert.values import sources, values_of
 from statestream.moments import MASTER, STEP
 from statestream.sharding import around
@@ -88,9 +88,8 @@ class StateDictView:
             if not isinstance(state_dict.get("state"), Mapping):
                 raise ValueError("the state dict has no 'state'; expected 'state' and 'param_groups'")
             self.states = dict(state_dict["state"])
-            for number, group in enumerate(state_dict["param_groups"]):
-                values = {key: value for key, value in group.items() if key != "params"}
-                settings.append((group_label(number), values, list(group["params"])))
+            for number, (values, members) in enumerate(groups_of(state_dict)):
+                settings.append((group_label(number), values, members))
         for _, _, members in settings:
             names += members
         self.keys = names
@@ -100,14 +99,16 @@ class StateDictView:
         ]
 
     def _param(self, name: Hashable) -> Param:
-        state = self.states.get(name) or {}
+        state = self.states.get(name, {})
+        if not isinstance(state, Mapping):
+            raise ValueError(f"the state of {param_label(name)} is a {type(state).__name__}, not a dict")
         step = state.get(STEP)
         dtypes = {key: value.dtype for key, value in state.items() if key != STEP and isinstance(value, Tensor)}
         weight = self.weights.get(name)
         return Param(
             param_label(name),
             dtypes,
-            None if step is None else float(local_of(step) if isinstance(step, Tensor) else step),
+            count_of(param_label(name), local_of(step) if isinstance(step, Tensor) else step),
             None if weight is None else weight.dtype,
         )
 

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from statestream.planner.mesh import Mesh
 from statestream.planner.model import Model, model_of_size
-from statestream.planner.plans import Plan, make_plan
-from statestream.planner.quantities import BadOption, parse_bytes, parse_count
+from statestream.planner.plans import Plan, make_plan, room
+from statestream.planner.quantities import BadOption, parse_count
 from statestream.planner.settings import Settings
 from statestream.planner.sources import read_model
 from statestream.planner.table import print_plan
@@ -32,15 +32,8 @@ def plan_files(
     reserve: str | None,
 ) -> Plan:
     """A plan of the model at `source`, or of so many parameters. BadOption for what cannot be."""
-    if reserve is not None and gpu_memory is None:
-        raise BadOption("reserve", "it is part of a GPU's memory; give --gpu-memory too")
     where = Mesh.checked(ranks, mesh)
-    memory = None if gpu_memory is None else parse_bytes("gpu_memory", gpu_memory)
-    kept = None if reserve is None or reserve.strip() == "0" else parse_bytes("reserve", reserve)
-    if reserve is not None and kept is None:
-        kept = 0
-    if memory is not None and (kept or 0) > memory:
-        raise BadOption("reserve", f"{reserve!r} is more than the GPU's memory, {gpu_memory}")
+    memory, kept = room("--gpu-memory", gpu_memory, reserve)
     model = _model(source, params, layers)
     return make_plan(
         where.shares(model),

@@ -10,13 +10,13 @@ import collections
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from statestream.planner.formats import WEIGHTS, format_named
-from statestream.planner.model import Model, Parameter
+from statestream.planner.model import Model, Parameter, shape_of
 from statestream.planner.quantities import BadOption
 
-__all__ = ["METADATA", "model_of_checkpoint"]
+__all__ = ["METADATA", "classes_in", "model_of_checkpoint"]
 
 METADATA = ".metadata"
 
@@ -40,7 +40,12 @@ class _Record:
 
 
 class _Reader(pickle.Unpickler):
+    def __init__(self, stream: BinaryIO):
+        super().__init__(stream)
+        self.named: set[tuple[str, str]] = set()
+
     def find_class(self, module: str, name: str) -> Any:
+        self.named.add((module, name))
         if (module, name) == ("torch", "Size"):
             return tuple
         if module == "torch":
@@ -58,10 +63,7 @@ def model_of_checkpoint(path: Path) -> Model:
             entries = _Reader(stream).load().state["state_dict_metadata"]
             tensors = {key: _tensor(entry) for key, entry in entries.items() if _is_tensor(entry)}
         except Exception as error:  # a damaged pickle may raise anything
-            kind = type(error).__name__
-            raise BadOption(
-                "source", f"{str(path)!r} is no metadata of torch.distributed.checkpoint ({kind})"
-            ) from None
+            raise _no_metadata(path, error) from None
     weights = [
         Parameter(key, shape, _float_name(dtype))
         for key, (shape, dtype) in tensors.items()
@@ -80,6 +82,22 @@ def model_of_checkpoint(path: Path) -> Model:
     return Model(str(path.parent), tuple(Parameter(n, s) for n, s in trained.items()), (remark,))
 
 
+def classes_in(path: Path) -> set[tuple[str, str]]:
+    """Module and name of everything that unpickling the file would call. BadOption for a file that is no pickle."""
+    with path.open("rb") as stream:
+        reader = _Reader(stream)
+        try:
+            reader.load()
+        except Exception as error:
+            raise _no_metadata(path, error) from None
+    return reader.named
+
+
+def _no_metadata(path: Path, error: Exception) -> BadOption:
+    kind = type(error).__name__
+    return BadOption("source", f"{str(path)!r} is no metadata of torch.distributed.checkpoint ({kind})")
+
+
 def _is_tensor(entry: Any) -> bool:
     return type(entry).__name__ == "TensorStorageMetadata"
 
@@ -88,7 +106,7 @@ def _tensor(entry: _Record) -> tuple[tuple[int, ...], str]:
     """Shape and name of the dtype."""
     properties = entry.state["properties"].state
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
-    return tuple(int(size) for size in entry.state["size"]), str(dtype)
+    return shape_of(entry.state["size"]), str(dtype)
 
 
 def _float_name(dtype: str) -> str | None:

@@ -43,7 +43,16 @@ class Config:
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.values.get(key)
+        if value is not None and value not in (0, 1):  # which False and True are
+            raise BadOption("source", f"{key} is {value!r} in the config; it must be true or false")
         return default if value is None else bool(value)
+
+    def numbers(self, key: str) -> frozenset[int]:
+        """A list of layers, empty where it is not there."""
+        value = self.values.get(key)
+        if value is not None and not (isinstance(value, list) and all(type(item) is int for item in value)):
+            raise BadOption("source", f"{key} is {value!r} in the config; it must be a list of numbers")
+        return frozenset(value or ())
 
     def heads(self) -> tuple[int, int, int]:
         """Query heads, key and value heads, and the elements of a head."""
@@ -168,7 +177,7 @@ def _mixtral(c: Config) -> Shapes:
 
 def _qwen3_moe(c: Config) -> Shapes:
     hidden, experts = c.size("hidden_size"), c.size("num_experts", "num_local_experts")
-    dense = c.values.get("mlp_only_layers") or ()
+    dense = c.numbers("mlp_only_layers")
     every = max(1, c.size("decoder_sparse_step", default=1))
 
     def layer(i: int) -> Shapes:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 from statestream.planner.formats import MASTERS, MOMENTS, REMAINDERS, WEIGHTS, Format, format_named
 from statestream.planner.mesh import Share
 from statestream.planner.model import Parameter
-from statestream.planner.plans import Plan, make_plan
-from statestream.planner.quantities import BadOption, parse_bytes
+from statestream.planner.plans import Plan, make_plan, room
 from statestream.planner.settings import Settings
 from statestream.planner.times import Rates
 
@@ -47,10 +46,7 @@ def plan(
     if optimizer is not None and options:
         raise TypeError(f"plan() takes the settings of the optimizer; {next(iter(options))!r} cannot be given as well")
     settings = Settings.checked(**options) if optimizer is None else _settings_of(optimizer)
-    memory = None if gpu_memory is None else parse_bytes("gpu_memory", gpu_memory)
-    kept = None if not reserve else parse_bytes("reserve", reserve)
-    if reserve is not None and memory is None:
-        raise BadOption("reserve", "it is part of a GPU's memory; give gpu_memory too")
+    memory, kept = room("gpu_memory", gpu_memory, reserve)
     return make_plan(
         _shares(model, optimizer),
         settings,
@@ -58,7 +54,7 @@ def plan(
         ranks=_ranks(model),
         rates=Rates.checked(link, device_bandwidth, disk),
         gpu_memory=memory,
-        reserve=0 if reserve is not None and not kept else kept,
+        reserve=kept,
     )
 
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from statestream.planner.quantities import BadOption
+from statestream.planner.quantities import MOST, BadOption
 
-__all__ = ["Model", "Parameter", "model_of_size"]
+__all__ = ["Model", "Parameter", "model_of_size", "shape_of"]
 
-MOST_LAYERS = 100_000
+MOST_LAYERS = 10_000
+"""Each is planned by itself, several times."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,16 @@ class Model:
         for p in self.parameters:
             counts[p.dtype] = counts.get(p.dtype, 0) + p.elements
         return max(counts, key=counts.__getitem__, default=None)
+
+
+def shape_of(sizes: object) -> tuple[int, ...]:
+    """A list of sizes, as files have it. ValueError for what is no shape."""
+    if not isinstance(sizes, (list, tuple)):
+        raise ValueError(f"{sizes!r} is no list of sizes")
+    for size in sizes:
+        if type(size) is not int or not 0 <= size <= MOST:
+            raise ValueError(f"{size!r} is no size")
+    return tuple(sizes)
 
 
 def model_of_size(parameters: int, layers: int = 1, width: int = 1024) -> Model:

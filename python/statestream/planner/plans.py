@@ -10,13 +10,16 @@ from typing import Any
 from statestream.planner.estimate import Estimate, estimate
 from statestream.planner.mesh import Share
 from statestream.planner.propose import Proposal, propose
+from statestream.planner.quantities import BadOption, parse_bytes
 from statestream.planner.settings import Settings
 from statestream.planner.times import Rates, Times, times
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "make_plan", "room"]
 
 _RESERVE = 0.2
 """Of the GPU's memory, unless told otherwise: activations, gathered layers, the CUDA context, fragmentation."""
+_LEAST_GPU = 1 << 20
+"""Bytes: no GPU has less, and --gpu-memory 80 is a slip for 80GiB."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,20 @@ class Plan:
         from statestream.planner.table import text_of
 
         return text_of(self)
+
+
+def room(spelling: str, gpu_memory: str | int | None, reserve: str | int | None) -> tuple[int | None, int | None]:
+    """A GPU's bytes and those of them that are kept, None where they are not given. `spelling`: what the caller calls
+    the former. BadOption for what cannot be."""
+    if gpu_memory is None:
+        if reserve is not None:
+            raise BadOption("reserve", f"it is part of a GPU's memory; give {spelling} too")
+        return None, None
+    memory = parse_bytes("gpu_memory", gpu_memory, least=_LEAST_GPU)
+    kept = None if reserve is None else parse_bytes("reserve", reserve, least=0)
+    if kept is not None and kept > memory:
+        raise BadOption("reserve", f"{reserve!r} is more than the GPU's memory, {gpu_memory}")
+    return memory, kept
 
 
 def make_plan(

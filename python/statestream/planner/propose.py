@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statestream.planner.estimate import Estimate, estimate
 from statestream.planner.formats import FP32, MOMENTS, REMAINDERS
 from statestream.planner.mesh import Share
+from statestream.planner.quantities import BadOption
 from statestream.planner.settings import DEFAULT_CHUNK, Settings
 
 __all__ = ["Proposal", "propose"]
@@ -41,7 +42,12 @@ def propose(
     """
     found: list[Proposal] = []
     for changes, settings in _ladder(asked, _has_bf16(shares, asked, default_dtype)):
-        made = estimate(shares, settings, default_dtype)
+        try:
+            made = estimate(shares, settings, default_dtype)
+        except BadOption:
+            if settings is asked:
+                raise
+            continue  # so much state that the proposed chunk is none of it
         extra = max(reserve, made.device_peak - made.resident)
         found.append(Proposal(changes, settings, made, made.resident + extra <= gpu_memory))
         if found[-1].fits:

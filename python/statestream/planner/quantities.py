@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-__all__ = ["BadOption", "as_text", "parse_bytes", "parse_count", "parse_rate", "seconds_text"]
+__all__ = ["MOST", "BadOption", "as_text", "parse_bytes", "parse_count", "parse_rate", "seconds_text"]
 
 _SIZES = {"": 1, "b": 1} | {
     f"{letter}{infix}b": base**power
@@ -27,24 +27,33 @@ class BadOption(ValueError):
         self.name, self.problem = name, problem
 
 
-def parse_bytes(name: str, value: str | int | float) -> int:
+def parse_bytes(name: str, value: str | int | float, least: int = 1) -> int:
     """A size: a number of bytes, or one with B, kB, MB, GB, TB (powers of 1000), KiB, MiB, GiB or TiB."""
-    return _parsed(name, value, _SIZES, "a size", "80GiB, 500MB or a number of bytes")
+    return _parsed(name, value, value, _SIZES, "a size", "80GiB, 500MB or a number of bytes", least)
 
 
 def parse_count(name: str, value: str | int | float) -> int:
     """A count: a number, or one with K, M, B or T for thousands, millions, billions, trillions."""
-    return _parsed(name, value, _COUNTS, "a count", "8e9, 7.6B or 1500000")
+    return _parsed(name, value, value, _COUNTS, "a count", "8e9, 7.6B or 1500000")
 
 
 def parse_rate(name: str, value: str | int | float) -> int:
     """Bytes a second: a size, with or without /s."""
     text = value.strip().removesuffix("/s") if isinstance(value, str) else value
-    return _parsed(name, text, _SIZES, "a bandwidth", "55GB/s or 4TB/s")
+    return _parsed(name, value, text, _SIZES, "a bandwidth", "55GB/s or 4TB/s")
 
 
-def _parsed(name: str, value: str | int | float, units: dict[str, int], what: str, example: str) -> int:
-    match = _WRITTEN.fullmatch(str(value))
+def _parsed(
+    name: str,
+    value: str | int | float,
+    text: str | int | float,
+    units: dict[str, int],
+    what: str,
+    example: str,
+    least: int = 1,
+) -> int:
+    """`text` is the part of `value` that is a number and its unit; errors show the whole."""
+    match = _WRITTEN.fullmatch(str(text))
     unit = units.get(match[2].lower()) if match else None
     try:
         number = float(match[1]) * unit if match and unit else math.nan
@@ -52,8 +61,8 @@ def _parsed(name: str, value: str | int | float, units: dict[str, int], what: st
         number = math.nan
     if not math.isfinite(number):
         raise BadOption(name, f"{value!r} is not {what}; write it as {example}")
-    if not 1 <= number <= MOST:
-        raise BadOption(name, f"{value!r} is out of range; it must be from 1 to {MOST:.0e}")
+    if not least <= number <= MOST:
+        raise BadOption(name, f"{value!r} is out of range; it must be from {least} to {MOST:.0e}")
     return round(number)
 
 

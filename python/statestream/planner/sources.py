@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 from statestream.planner.dcp_metadata import METADATA, model_of_checkpoint
 from statestream.planner.families import FAMILIES, shapes_of
 from statestream.planner.formats import WEIGHTS, format_named
-from statestream.planner.model import Model, Parameter, model_of_size
-from statestream.planner.quantities import BadOption
+from statestream.planner.model import Model, Parameter, model_of_size, shape_of
+from statestream.planner.quantities import MOST, BadOption
 
 __all__ = ["read_model"]
 
@@ -19,16 +20,22 @@ _INDEX = ".safetensors.index.json"
 _HEADER_LIMIT = 100 << 20
 """Bytes of a safetensors header: the format's own limit."""
 
-_SAFETENSORS_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "fp8"}
+_SAFETENSORS_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}
+_NO_WEIGHTS = re.compile(r"[IU]\d+|BOOL")
+"""Safetensors dtypes of counters and masks."""
 
 
 def read_model(path: Path) -> Model:
     """By what is at `path`, a file or a folder. A folder's safetensors files come before its config.json, which come
     before an index alone. BadOption, naming the file, where there is nothing that can be read."""
     try:
-        return _read(path)
+        model = _read(path)
     except OSError as error:
-        raise BadOption("source", f"{str(path)!r} cannot be read: {error.strerror or error}") from None
+        found = path if error.filename is None else Path(error.filename)
+        raise BadOption("source", f"{str(found)!r} cannot be read: {error.strerror or error}") from None
+    if not 1 <= model.elements <= MOST:
+        raise BadOption("source", f"{str(path)!r} has {model.elements:.3g} parameters; a plan is of 1 to {MOST:.0e}")
+    return model
 
 
 def _read(path: Path) -> Model:
@@ -84,13 +91,17 @@ def _from_files(files: list[Path], source: Path) -> Model:
             if name == "__metadata__":
                 continue
             try:
-                shape, dtype = tuple(map(int, entry["shape"])), _SAFETENSORS_DTYPES.get(entry["dtype"])
+                shape, dtype = shape_of(entry["shape"]), str(entry["dtype"])
             except (KeyError, TypeError, ValueError):
                 raise BadOption("source", f"{str(file)!r} has a header that says no shape of {name!r}") from None
-            if dtype is not None:  # integers are no weights
-                parameters.append(Parameter(name, shape, dtype))
+            if _NO_WEIGHTS.fullmatch(dtype):
+                continue
+            if dtype not in _SAFETENSORS_DTYPES:
+                known = ", ".join(_SAFETENSORS_DTYPES)
+                raise BadOption("source", f"{name!r} in {str(file)!r} is stored as {dtype!r}; use {known}")
+            parameters.append(Parameter(name, shape, _SAFETENSORS_DTYPES[dtype]))
     if not parameters:
-        raise BadOption("source", f"{str(source)!r} holds no weights of {', '.join(_SAFETENSORS_DTYPES.values())}")
+        raise BadOption("source", f"{str(source)!r} holds no weights of {', '.join(_SAFETENSORS_DTYPES)}")
     return Model(str(source), tuple(parameters))
 
 
@@ -145,7 +156,12 @@ def _from_config(path: Path, values: dict[str, Any]) -> Model:
         shapes = _by_transformers(path, values)
         remarks = (f"Shapes of {named!r} are from transformers.",)
     stated = values.get("torch_dtype") or values.get("dtype")
-    dtype = format_named("source", stated, WEIGHTS).name if isinstance(stated, str) else None
+    if stated is not None and not isinstance(stated, (str, dict)):  # a dict says it of parts of a model
+        raise BadOption("source", f"torch_dtype is {stated!r} in {str(path)!r}; it must be a name such as bfloat16")
+    try:
+        dtype = format_named("source", stated, WEIGHTS).name if isinstance(stated, str) else None
+    except BadOption as error:
+        raise BadOption("source", f"torch_dtype in {str(path)!r}: {error.problem}") from None
     return Model(f"{path} ({named})", tuple(Parameter(n, s, dtype) for n, s in shapes), remarks)
 
 
