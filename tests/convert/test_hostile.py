@@ -190,6 +190,22 @@ def metadata_with_code_within() -> None:
     Path("a/.metadata").write_bytes(pickle.dumps(metadata))
 
 
+class Method:
+    """A method of a class that checkpoints do name a neighbour of."""
+
+    def __reduce__(self):
+        from torch.distributed.checkpoint.filesystem import FileSystem
+
+        return FileSystem.rm_file, (FileSystem(), "a/__0_0.distcp")
+
+
+def metadata_with_a_method_of_torchs() -> None:
+    folder()
+    metadata = pickle.loads(Path("a/.metadata").read_bytes())
+    metadata.planner_data["more"] = Method()
+    Path("a/.metadata").write_bytes(pickle.dumps(metadata))
+
+
 def metadata_that_points_outside() -> None:
     folder()
     Path("a/__0_0.distcp").rename("elsewhere")
@@ -214,6 +230,7 @@ PLACES: list[tuple[Callable[[], object], str, str]] = [
     (bare_pickle_with_code, "new", "tensors and plain values alone"),
     (metadata_with_code, "new", "names posix.mkdir, which is none of a checkpoint's"),
     (metadata_with_code_within, "new", "names posix.mkdir, which is none of a checkpoint's"),
+    (metadata_with_a_method_of_torchs, "new", "FileSystem, which is none of a checkpoint's"),
     (metadata_that_points_outside, "new", "is damaged: .metadata cannot be read"),
     (folder_of_text, "new", "Is a directory"),
     (lambda: folder("a"), "a/inside", "is within a, which is only read"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -108,10 +111,18 @@ class Reader:
 def _refuse_code(path: Path) -> None:
     """torch unpickles the metadata, which would run what it names."""
     for module, name in sorted(classes_in(path)):
-        own = module == "torch.distributed.checkpoint" or module.startswith("torch.distributed.checkpoint.")
-        value = module == "torch" and isinstance(getattr(torch, name, None), (torch.dtype, torch.layout, type))
-        if not own and not value and (module, name) not in _HARMLESS:
+        if (module, name) not in _HARMLESS and not _is_record(module, name):
             raise ValueError(f"{path} names {module}.{name}, which is none of a checkpoint's: it is not read")
+
+
+def _is_record(module: str, name: str) -> bool:
+    """Whether it is a class of plain data of torch's checkpoints, or a dtype or layout."""
+    if module == "torch":
+        return isinstance(getattr(torch, name, None), (torch.dtype, torch.layout, torch.memory_format))
+    if not module.startswith(("torch.distributed.checkpoint.", "torch.distributed._shard.")):
+        return False
+    found = getattr(sys.modules.get(module), name, None)  # a dotted name, as of a method, is none
+    return isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
 
 
 _HARMLESS = {
@@ -120,6 +131,7 @@ _HARMLESS = {
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),
     ("pathlib._local", "PosixPath"),
+    ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }
 
@@ -139,7 +151,7 @@ def _checked(metadata: Metadata) -> Metadata:
     for index, stored in metadata.storage_data.items():
         if not isinstance(index.fqn, str) or min(stored.offset, stored.length) < 0:
             raise TypeError(f"{index} is nowhere")
-        if Path(stored.relative_path).name != stored.relative_path:
+        if Path(stored.relative_path).is_absolute() or ".." in Path(stored.relative_path).parts:
             raise ValueError(f"{stored.relative_path} is outside of the checkpoint")
     for path in (metadata.planner_data or {}).values():
         if not isinstance(path, tuple):
