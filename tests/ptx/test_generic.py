@@ -243,8 +243,8 @@ def test_conversion(what, code, root, arch):
 @pytest.mark.parametrize("param, master", [(FLOAT16, FLOAT32), (BFLOAT16, SCALED_FLOAT16), (FLOAT16, SCALED_FLOAT16)])
 def test_refreshing_masters(param, master, arch):
     formats = Formats(param, FLOAT32, FLOAT32, FLOAT32, master)
-    for n, offset in [(1, 0), (9, 1), (256, 0), (700, 0), (700, 3)]:
-        one = tensors(formats, n, seed=n, offsets=(offset,), specials=0.1)
+    for n, offset, specials in [(1, 0, 0.1), (9, 1, 0.1), (256, 0, 0.1), (700, 0, 0.1), (700, 3, 0.1), (700, 0, 0.0)]:
+        one = tensors(formats, n, seed=n, offsets=(offset,), specials=specials)
         # The first block's parameters are their masters rounded, as after a step; some others are too.
         stepped = one.copy()
         on_cpu([stepped], formats)
@@ -252,7 +252,7 @@ def test_refreshing_masters(param, master, arch):
         if one.master_scale is not None:
             one.master_scale[:] = stepped.master_scale
         one.param[256:512:3] ^= 0x11
-        one.param[512::50] ^= 0x11  # most lanes have none, and their block a new scale
+        one.param[512:513] = 0x4780  # one lane's alone, and large: without specials the block has a new scale
         device, more, theirs = Device(arch), {"param_format": param, "master_format": master}, {}
         if one.master_scale is not None:
             before = one.master_scale.copy()
