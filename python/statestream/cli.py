@@ -163,7 +163,7 @@ def convert(
     source: Annotated[Path, typer.Argument(help="A folder of torch.distributed.checkpoint, or a file of torch.save.")],
     target: Annotated[Path, typer.Argument(help="What is written; must not be there yet, nor be within the source.")],
     to: Annotated[str, typer.Option(help="torch, statestream or transformer_engine.")],
-    origin: Annotated[Optional[str], typer.Option("--from", help="The same; seen from the source.")] = None,  # noqa: UP045
+    origin: Annotated[Optional[str], typer.Option("--from", help="What it is now, of these; found.")] = None,  # noqa: UP045
     masters: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="float32 or remainders: made where there are none; weights: for torch, they become these."),
@@ -176,8 +176,8 @@ def convert(
         Optional[bool],  # noqa: UP045
         typer.Option("--adamw/--adam", help="Kind of weight decay, where the source does not say."),
     ] = None,
-    optimizer: Annotated[Optional[str], typer.Option(help="Where its state is in the source; found.")] = None,  # noqa: UP045
-    model: Annotated[Optional[str], typer.Option(help="Where the weights are in the source; found.")] = None,  # noqa: UP045
+    optimizer: Annotated[Optional[str], typer.Option(help="Where its state is, such as optim; found.")] = None,  # noqa: UP045
+    model: Annotated[Optional[str], typer.Option(help="Where the weights are; found.")] = None,  # noqa: UP045
 ) -> int:
     """Write a checkpoint anew, with the optimizer's state as torch.optim.AdamW, statestream's FusedAdam or
     Transformer Engine's FusedAdam loads it. All else in it is kept.
