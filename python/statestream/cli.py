@@ -92,6 +92,9 @@ def plan(
     masters: Annotated[str, typer.Option(help="Of 16-bit weights: fp32, fp16, remainders or none.")] = "fp32",
     offload: Annotated[bool, typer.Option("--offload", help="State in host memory: CPUOffloadOptimizer.")] = False,
     chunk: Annotated[Optional[str], typer.Option(help="Its step_chunk_bytes, such as 1GiB.")] = None,  # noqa: UP045
+    offload_gradients: Annotated[
+        bool, typer.Option("--offload-gradients", help="Gradients in host memory too, in FP32.")
+    ] = False,
     export: Annotated[str, typer.Option(help="Where a checkpoint export goes: device or host.")] = "device",
     staging: Annotated[str, typer.Option(help="export_staging_bytes.")] = "64MiB",
     gpu_memory: Annotated[Optional[str], typer.Option(help="Propose what fits, such as 80GiB.")] = None,  # noqa: UP045
@@ -122,6 +125,7 @@ def plan(
             chunk=chunk,
             export=export,
             staging=staging,
+            offload_gradients=offload_gradients,
         )
         made = plan_files(
             source,

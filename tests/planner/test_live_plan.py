@@ -65,6 +65,23 @@ def test_an_offloaded_optimizers_state_is_on_the_host():
     assert 0 < made.step.device <= 1 << 16
 
 
+@pytest.mark.parametrize("moments", ["bf16", "fp8"])
+@pytest.mark.parametrize("chunk", [1 << 17, 1 << 19])
+def test_gradients_in_host_memory_are_planned_as_they_are_held_and_streamed(moments, chunk):
+    model = model_of()
+    inner = FusedAdam(model.parameters(), master_weights=True, exp_avg_dtype=moments, exp_avg_sq_dtype=moments)
+    optimizer = CPUOffloadOptimizer(inner, chunk, offload_gradients=True)
+    model(torch.ones(4, 300, dtype=torch.bfloat16)).square().mean().backward()
+    optimizer.step()
+    held, made = optimizer.memory_report(), statestream.plan(model, optimizer).estimate
+    assert made.device["grads"] == 0 == held.device.get("grads", 0)
+    assert made.host["grads"] == pytest.approx(optimizer.plan.gradient_bytes, rel=0.05)
+    assert made.host["grads"] == pytest.approx(4 * sum(p.numel() for p in model.parameters()), rel=0.05)
+    assert made.step.device == pytest.approx(held.step_device, rel=0.05)
+    by_options = statestream.plan(model, moments=moments, chunk=chunk, offload_gradients=True).estimate
+    assert (by_options.host, by_options.step) == (made.host, made.step)
+
+
 def test_frozen_parameters_and_buffers_are_weights_alone():
     model = model_of()
     before = statestream.plan(model).estimate

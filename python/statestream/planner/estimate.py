@@ -42,7 +42,8 @@ class Estimate:
     """Bytes of the rank that holds most. `device` and `host` are what is there all the time, by kind; `load` is that of
     torch.distributed.checkpoint into a live optimizer; `weights_on_disk` and `state_on_disk` are of all ranks together.
 
-    Not counted: activations, gathered layers, the CUDA context, fragmentation, step counters.
+    Not counted: activations, gathered layers, the CUDA context, fragmentation, step counters, and the 48 MiB at most of
+    device and of host memory that offloaded gradients take on their way.
     """
 
     device: dict[str, int]
@@ -93,7 +94,11 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
         if not share.parameter.trained:
             continue
         grads = settings.grads or (FP32 if weights.name == "fp8" else weights)
-        device["grads"] += _block(grads.nbytes(n))
+        if settings.offload_gradients:
+            grads = FP32  # their sums
+            host["grads"] = host.get("grads", 0) + grads.nbytes(_padded(n))
+        else:
+            device["grads"] += _block(grads.nbytes(n))
         states = settings.states(weights)
         for name, stored in states.items():
             if settings.offload:
@@ -106,7 +111,7 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
             state_on_disk += everywhere * stored.exported
         largest = max(largest, n * 4)
         traffic += _traffic(weights, grads, states, n)
-        streamed.append(tuple(states.values()))
+        streamed.append((*states.values(), *([grads] if settings.offload_gradients else [])))
     chunks, ring = _ring(shares, settings, streamed) if settings.offload else ((), 0)
     staging = settings.staging // 2048 * 2048 if staged else 0
     to_host = settings.host_export or settings.offload

@@ -37,7 +37,8 @@ def plan(
             activations and what else is not counted; a fifth of gpu_memory by default.
         link, device_bandwidth, disk: bytes a second, or texts such as "55GB/s": then the plan has times.
         options: without an optimizer, what `statestream plan` takes by these names: moments="bf16",
-            masters="remainders", grads="fp32", offload=True, chunk="1GiB", export="host", staging="64MiB".
+            masters="remainders", grads="fp32", offload=True, chunk="1GiB", offload_gradients=True, export="host",
+            staging="64MiB".
 
     Raises:
         ValueError: an option that cannot be, by its name.
@@ -115,4 +116,5 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> Settings:
         chunk=optimizer.step_chunk_bytes if offload else None,
         host_export=inner.state_dict_cpu_offload,
         staging=inner.export_staging_bytes,
+        offload_gradients=offload and optimizer.plan.gradient_bytes > 0,
     )

@@ -21,8 +21,9 @@ class Settings:
     """Formats of what is stored, and where.
 
     `weights` and `grads` None: as the model says. `master` None: no masters; weights that are stored as FP32 have none
-    in any case. `chunk` is CPUOffloadOptimizer's step_chunk_bytes (None: one pass), without meaning unless `offload`.
-    `host_export` is state_dict_cpu_offload, `staging` export_staging_bytes.
+    in any case. `chunk` is CPUOffloadOptimizer's step_chunk_bytes (None: one pass), `offload_gradients` its argument of
+    that name, both without meaning unless `offload`. `host_export` is state_dict_cpu_offload, `staging`
+    export_staging_bytes.
     """
 
     weights: Format | None = None
@@ -34,6 +35,7 @@ class Settings:
     chunk: int | None = None
     host_export: bool = False
     staging: int = DEFAULT_STAGING
+    offload_gradients: bool = False
 
     @classmethod
     def checked(
@@ -47,6 +49,7 @@ class Settings:
         chunk: str | int | None = None,
         export: str = "device",
         staging: str | int = DEFAULT_STAGING,
+        offload_gradients: bool = False,
     ) -> Settings:
         """From options as people write them; `moments` is one format, or two with a comma between: exp_avg's and
         exp_avg_sq's. BadOption names the one that cannot be."""
@@ -64,10 +67,11 @@ class Settings:
             exp_avg=pair[0],
             exp_avg_sq=pair[-1],
             master=format_named("masters", masters, MASTERS),
-            offload=offload or chunk is not None,
+            offload=offload or offload_gradients or chunk is not None,
             chunk=None if chunk is None else parse_bytes("chunk", chunk),
             host_export=export == "host",
             staging=size,
+            offload_gradients=offload_gradients,
         )
         if made.weights is not None:
             made.check_weights(made.weights)
@@ -114,7 +118,8 @@ class Settings:
         adam = f"FusedAdam({', '.join(arguments)})"
         if not self.offload:
             return adam
-        return f"CPUOffloadOptimizer({adam}{'' if self.chunk is None else f', step_chunk_bytes={self.chunk}'})"
+        more = "" if self.chunk is None else f", step_chunk_bytes={self.chunk}"
+        return f"CPUOffloadOptimizer({adam}{more}{', offload_gradients=True' if self.offload_gradients else ''})"
 
     def with_(self, **changes: object) -> Settings:
         return replace(self, **changes)
