@@ -175,6 +175,13 @@ def test_the_norm_is_torchs_and_below_the_limit_nothing_is_scaled(norm_type, whe
         assert_same_values(optimizer.clip_grad_norm_(limit, norm_type), reference.clip(limit, norm_type), "norm")
     optimizer.step()
     reference.step()
+    small = [torch.full_like(p, 1e-8) for p in params]  # so that torch's 1e-6 beside the norm counts
+    for p, g in zip(params, small, strict=True):
+        p.grad = g
+    reference.add(small)
+    assert_same_values(optimizer.clip_grad_norm_(1e-9, norm_type), reference.clip(1e-9, norm_type), "norm")
+    optimizer.step()
+    reference.step()
     assert_same(params, optimizer, reference)
 
 
@@ -311,11 +318,12 @@ def test_layouts_and_dtypes_that_change_between_micro_batches(where):
     assert_same(params, optimizer, reference)
 
 
-def test_a_model_that_moves_to_another_device_between_micro_batches(on_device, monkeypatch):
+def test_a_model_that_moves_to_another_device_between_micro_batches(on_device):
     first = on_device(Beyond())
     params, optimizer, reference = pair()
     reference.add(backward(params, 0))
-    second = on_device(Beyond())
+    second, started, start = on_device(Beyond()), [], first.start
+    first.start = lambda flow: started.append(flow) or start(flow)
     first.torch_device = torch.device("cuda", 7)  # from now on the parameters are elsewhere
 
     def gone(*_):
@@ -324,6 +332,7 @@ def test_a_model_that_moves_to_another_device_between_micro_batches(on_device, m
     first.copy = gone
     reference.add(backward(params, 1))
     assert optimizer.units.device is second
+    assert started, "copies of a device that was left were not waited for there"
     optimizer.step()
     reference.step()
     assert_same(params, optimizer, reference)
