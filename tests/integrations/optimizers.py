@@ -10,7 +10,7 @@ from helpers.bits import differences, snapshot
 from statestream import CPUOffloadOptimizer, FusedAdam
 from torch import nn
 
-__all__ = ["LR", "MAKERS", "SMALL", "Batches", "assert_same_run", "model_of"]
+__all__ = ["LR", "MAKERS", "SMALL", "Batches", "assert_same_run", "model_of", "train"]
 
 LR = 1e-2
 SMALL = {"master_weights": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
@@ -57,6 +57,19 @@ class Batches(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.inputs[index], self.targets[index]
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> list[float]:
+    """Losses of so many batches. `optimizer` has `step` and `zero_grad`: torchtitan's container is none of torch's."""
+    data, losses = Batches(), []
+    for step in steps:
+        inputs, targets = data[torch.arange(step, step + 16) % len(data)]
+        loss = nn.functional.mse_loss(model(inputs).float(), targets.float())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def assert_same_run(optimizer: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:

@@ -7,7 +7,7 @@ import torch
 from statestream import FusedAdam
 from torch import nn
 
-from .optimizers import LR, Batches, assert_same_run, model_of
+from .optimizers import LR, assert_same_run, model_of, train
 
 optim = pytest.importorskip(
     "nemo_automodel.components.optim.optimizer", reason="nemo-automodel is not installed", exc_type=ImportError
@@ -35,18 +35,6 @@ def offloaded(params, **options):
 def built(name: str, model: nn.Module) -> torch.optim.Optimizer:
     (optimizer,) = optim.build_optimizer(model, (NAMES[name], OPTIONS))
     return optimizer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    data, losses = Batches(), []
-    for step in steps:
-        inputs, targets = data[torch.arange(step, step + 16) % len(data)]
-        loss = nn.functional.mse_loss(model(inputs).float(), targets.float())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("name", NAMES)

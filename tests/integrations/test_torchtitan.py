@@ -7,7 +7,7 @@ import torch
 from statestream import CPUOffloadOptimizer, FusedAdam
 from torch import nn
 
-from .optimizers import LR, SMALL, Batches, assert_same_run, model_of
+from .optimizers import LR, SMALL, assert_same_run, model_of, train
 
 titan = pytest.importorskip(
     "torchtitan.components.optimizer", reason="torchtitan is not installed", exc_type=ImportError
@@ -40,18 +40,6 @@ def container(name: str, model: nn.Module, **options) -> Container:
         param_groups=groups, implementation="for-loop", optimizer_factory_kwargs_by_name={name: options}
     )
     return Container(config, model_parts=[model])
-
-
-def train(model: nn.Module, optimizers: Container, steps: range) -> list[float]:
-    data, losses = Batches(), []
-    for step in steps:
-        inputs, targets = data[torch.arange(step, step + 16) % len(data)]
-        loss = nn.functional.mse_loss(model(inputs).float(), targets.float())
-        loss.backward()
-        optimizers.step()
-        optimizers.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("name", FACTORIES)
