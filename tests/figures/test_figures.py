@@ -43,13 +43,17 @@ def test_runs_and_writes_what_it_found(name, tmp_path):
     assert (tmp_path / f"{name}.md").read_text().startswith(f"# {report['title']}")
 
 
-def test_a_step_on_the_host_is_beside_every_peer_or_says_which_is_missing(tmp_path):
-    assert run(tmp_path, "benchmarks.host_step", *LITTLE["host_step"]).returncode == 0
-    report = json.loads((tmp_path / "host_step.json").read_text())
-    measured = {row[report["columns"].index("optimizer")] for row in report["rows"]}
-    said = " ".join(report["notes"])
-    assert "statestream" in measured and "torch.optim.AdamW(fused=True)" in measured
-    assert ("DeepSpeedCPUAdam" in measured) != ("DeepSpeedCPUAdam is not here" in said)
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_step_on_the_host_is_beside_every_peer_or_says_which_is_missing(installed, monkeypatch):
+    peer = (lambda params, adamw_mode, **rest: torch.optim.AdamW(params, **rest)) if installed else None
+    monkeypatch.setattr(host_step, "imported", lambda *_: peer)
+    report = host_step.measure(5000, 1)
+    measured = [row[report.columns.index("optimizer")] for row in report.rows]
+    assert all(
+        measured.count(name) == len(host_step.MODES) for name in ("statestream", "torch.optim.AdamW(fused=True)")
+    )
+    assert measured.count("DeepSpeedCPUAdam") == installed * len(host_step.MODES)
+    assert ("DeepSpeedCPUAdam is not here: it is not installed" in " ".join(report.notes)) == (not installed)
 
 
 @pytest.mark.parametrize("mode", host_step.MODES, ids=lambda mode: mode.name)
