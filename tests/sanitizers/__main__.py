@@ -13,8 +13,14 @@ from pathlib import Path
 
 from .runner import SANITIZERS, build, missing, reports, run
 
-ROOMS = ("numbers", "step", "state_dict", "dcp", "offload", "muon", "convert", "memory")
+ROOMS = tuple(f"tests/{room}" for room in ("numbers", "step", "state_dict", "dcp", "offload", "convert", "memory"))
 """Those that call native code."""
+WITH_THREADS = (
+    *(f"tests/numbers/test_{what}.py" for what in ("native_threads", "threads_and_cuts", "stochastic_rounding")),
+    "tests/step/test_threads_and_processes.py",
+    *(f"tests/offload/test_{what}.py" for what in ("shared_step", "worker", "balance", "share")),
+)
+"""Those that call it from several threads, or let it start some."""
 
 
 def main() -> int:
@@ -36,7 +42,9 @@ def main() -> int:
         built = time.monotonic()
         for old in reports(tree):
             old.unlink()
-        status = run(arguments.sanitizer, tree, arguments.tests or [f"tests/{room}" for room in ROOMS])
+        status = run(
+            arguments.sanitizer, tree, arguments.tests or (WITH_THREADS if arguments.sanitizer == "thread" else ROOMS)
+        )
         found = [path.read_text(errors="replace") for path in reports(tree)]
         print(*found, sep="\n")
         print(

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.judge import ROOT, copy_tree
@@ -29,6 +29,8 @@ class Sanitizer:
     options: tuple[str, ...]
     fault: Edit
     """A mistake that only this sanitizer notices: no result changes."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Tests that say nothing under it, and why."""
 
 
 SANITIZERS = {
@@ -43,6 +45,15 @@ SANITIZERS = {
             "const float step = *(const float *)rows[i].step;",
             "volatile float beyond = ((const float *)rows[i].step)[1]; (void)beyond;"
             "const float step = *(const float *)rows[i].step;",
+        ),
+        left_out=dict.fromkeys(
+            (
+                "tests/state_dict/test_export.py::test_control_one_planted_temporary_breaks_the_bound",
+                "tests/state_dict/test_export.py::test_a_load_needs_no_more_than_its_staging",
+                "tests/state_dict/test_small_states.py::test_a_load_takes_no_more_than_its_staging",
+                "tests/offload/test_memory.py::test_host_memory_follows_the_formula",
+            ),
+            "measures resident memory, of which its allocator keeps what was freed",
         ),
     ),
     "undefined": Sanitizer(
@@ -71,6 +82,13 @@ SANITIZERS = {
             "const auto update = [&](int64_t i, int64_t begin, int64_t end) {",
             "volatile int64_t updates = 0;"
             "const auto update = [&](int64_t i, int64_t begin, int64_t end) { updates = updates + 1;",
+        ),
+        left_out=dict.fromkeys(
+            (
+                "tests/numbers/test_native_threads.py::test_other_python_threads_run_during_a_call[2]",
+                "tests/numbers/test_native_threads.py::test_a_child_forked_during_another_threads_call_can_step",
+            ),
+            "gives one tensor many rows of a call, which is a race, to keep it long",
         ),
     ),
 }
@@ -126,7 +144,8 @@ def run(name: str, tree: Path, tests: Sequence[str]) -> int:
         "LD_PRELOAD": preload,
         sanitizer.variable: ":".join(options),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=3000", *tests]
+    left_out = [f"--deselect={test}" for test in sanitizer.left_out]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=3000", *left_out, *tests]
     return subprocess.run(command, cwd=tree, env=environment).returncode
 
 
