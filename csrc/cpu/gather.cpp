@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
-#include <unordered_set>
 #include <vector>
 
 namespace py = pybind11;
@@ -79,18 +78,60 @@ struct Group {
   int32_t device_type, device_index;
   TableFormats formats;
   std::vector<TensorRow> rows;
-  py::list indices;
+  std::vector<RowExtras> extras;
+  py::list params, locals;
 };
+
+// Which objects of at most `count` came before, by identity.
+class SeenObjects {
+ public:
+  explicit SeenObjects(size_t count) {
+    size_t rooms = 16;
+    while (rooms < 2 * count) rooms *= 2;
+    table_.resize(rooms);
+  }
+
+  bool insert(PyObject *object) {
+    size_t room = ((uintptr_t)object >> 4) * 0x9E3779B97F4A7C15u;
+    for (;; ++room) {
+      PyObject *&there = table_[room & (table_.size() - 1)];
+      if (there == object) return false;
+      if (!there) {
+        there = object;
+        return true;
+      }
+    }
+  }
+
+ private:
+  std::vector<PyObject *> table_;
+};
+
+py::object attribute(PyObject *object, const py::str &name) {
+  py::object value = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name.ptr()));
+  if (!value) throw py::error_already_set();
+  return value;
+}
+
+bool are_equal(const py::object &a, const py::object &b) {
+  const int equal = PyObject_RichCompareBool(a.ptr(), b.ptr(), Py_EQ);
+  if (equal < 0) throw py::error_already_set();
+  return equal != 0;
+}
 
 class Gatherer {
  public:
-  Gatherer(const DlExchangeApi *api, const py::tuple &types, const ExpectedStates &expected)
+  Gatherer(const DlExchangeApi *api, const TensorTypes &types, const ExpectedStates &expected)
       : api_(api), types_(types), expected_(expected) {}
 
   // False: this one needs a closer look.
-  bool take(PyObject *param, PyObject *grad, PyObject *state, int64_t index) {
+  bool take(const py::object &param, const py::object &grad, const py::object &state, int64_t ordinal) {
+    if (!PyDict_Check(state.ptr())) return false;
     DlTensor p, g, m, v, master, step;
-    if (!read(param, &p) || !read(grad, &g) || !PyDict_Check(state)) return false;
+    py::object local, grad_local;
+    if (!read(param, &p, &local) || !read(grad, &g, &grad_local)) return false;
+    const bool sharded = local.ptr() != param.ptr();
+    if (sharded != (Py_TYPE(grad.ptr()) == types_.sharded) || (sharded && !same_sharding(param, grad))) return false;
     if (!is_contiguous(p) || !same_shape_contiguous_and_place(p, g)) return false;
     TableFormats f{format_of(p), format_of(g), expected_.exp_avg, expected_.exp_avg_sq, kNone};
     // Remainders are of bfloat16 parameters; a float16 one has a whole master in their place.
@@ -99,19 +140,29 @@ class Gatherer {
     else if (f.param != kFloat32)
       f.master = expected_.master;
     if (!is_number(f.param) || !is_number(f.grad)) return false;
-    if (numel_of(p) == 1 && (is_negated(param) || is_negated(grad))) return false;
-    if (!read_state(state, exp_avg_, p, f.exp_avg, &m) || !read_state(state, exp_avg_sq_, p, f.exp_avg_sq, &v))
+    if (numel_of(p) == 1 && (is_negated(local.ptr()) || is_negated(grad_local.ptr()))) return false;
+    if (!read_state(found(state, exp_avg_), p, f.exp_avg, &m) ||
+        !read_state(found(state, exp_avg_sq_), p, f.exp_avg_sq, &v))
       return false;
-    if (f.master == kNone ? PyDict_Contains(state, master_.ptr()) != 0
-                          : !read_state(state, master_, p, f.master, &master))
+    if (f.master == kNone ? (bool)found(state, master_) : !read_state(found(state, master_), p, f.master, &master))
       return false;
-    if (!read(PyDict_GetItem(state, step_.ptr()), &step) || format_of(step) != kFloat32 || numel_of(step) != 1 ||
+    if (!read(found(state, step_), &step) || format_of(step) != kFloat32 || numel_of(step) != 1 ||
         !step_place_is_right(step, p))
       return false;
+    RowExtras extras{0, 0, 0, ordinal, 0, 1, 1, 1, 0, 0, 0, 0};
+    if (is_scaled(f.exp_avg) || is_scaled(f.exp_avg_sq) || is_scaled(f.master)) {
+      PyObject *scales = PyDict_GetItem(types_.scales.ptr(), param.ptr());
+      if (!scales || !PyDict_Check(scales) || !read_scale(scales, exp_avg_, f.exp_avg, p, &extras.exp_avg_scale) ||
+          !read_scale(scales, exp_avg_sq_, f.exp_avg_sq, p, &extras.exp_avg_sq_scale) ||
+          !read_scale(scales, master_, f.master, p, &extras.master_scale))
+        return false;
+    }
     Group &group = group_for(p, f);
     group.rows.push_back({numel_of(p), address_of(p), address_of(g), address_of(m), address_of(v),
                           f.master == kNone ? 0 : address_of(master), address_of(step), 0});
-    group.indices.append(index);
+    group.extras.push_back(extras);
+    group.params.append(param);
+    group.locals.append(local);
     return true;
   }
 
@@ -121,27 +172,57 @@ class Gatherer {
       calls.append(py::make_tuple(
           g.device_type, g.device_index,
           py::make_tuple(g.formats.param, g.formats.grad, g.formats.exp_avg, g.formats.exp_avg_sq, g.formats.master),
-          py::bytes((const char *)g.rows.data(), g.rows.size() * sizeof(TensorRow)), g.indices));
+          py::bytes((const char *)g.rows.data(), g.rows.size() * sizeof(TensorRow)),
+          py::bytes((const char *)g.extras.data(), g.extras.size() * sizeof(RowExtras)), g.params, g.locals));
     return calls;
   }
 
  private:
-  bool read(PyObject *object, DlTensor *out) {
+  static py::object found(const py::object &dict, const py::str &name) {
+    return py::reinterpret_borrow<py::object>(PyDict_GetItem(dict.ptr(), name.ptr()));
+  }
+
+  bool is_plain(PyObject *object) const {
+    for (py::handle t : types_.plain)
+      if (t.ptr() == (PyObject *)Py_TYPE(object)) return true;
+    return false;
+  }
+
+  // The memory of a plain tensor, or of a sharded one's local tensor if that is plain.
+  bool read(const py::object &object, DlTensor *out, py::object *local = nullptr) {
     if (!object) return false;
-    const PyObject *type = (PyObject *)Py_TYPE(object);
-    bool plain = false;
-    for (py::handle t : types_) plain |= t.ptr() == type;
-    if (!plain) return false;
-    if (api_->tensor_from_py(object, out) != 0) {
+    py::object plain = object;
+    if (Py_TYPE(object.ptr()) == types_.sharded) plain = attribute(object.ptr(), local_tensor_);
+    if (!is_plain(plain.ptr())) return false;
+    if (api_->tensor_from_py(plain.ptr(), out) != 0) {
       PyErr_Clear();  // no plain memory (meta, sparse, a conjugate view, ...)
       return false;
     }
+    if (local) *local = std::move(plain);
     return true;
   }
 
-  bool read_state(PyObject *state, const py::str &name, const DlTensor &param, int32_t format, DlTensor *out) {
-    return read(PyDict_GetItem(state, name.ptr()), out) && state_format_of(*out) == format &&
-           same_shape_contiguous_and_place(param, *out);
+  // A gradient that is cut otherwise, or is a sum still to be taken, has to be redistributed first.
+  bool same_sharding(const py::object &param, const py::object &grad) {
+    const py::object a = attribute(param.ptr(), spec_), b = attribute(grad.ptr(), spec_);
+    if (a.is(b)) return true;
+    // Equal meshes are often not one object: torch caches what it derives from them.
+    return are_equal(attribute(a.ptr(), mesh_), attribute(b.ptr(), mesh_)) &&
+           are_equal(attribute(a.ptr(), placements_), attribute(b.ptr(), placements_)) &&
+           are_equal(attribute(a.ptr(), shape_), attribute(b.ptr(), shape_));
+  }
+
+  bool read_state(const py::object &state, const DlTensor &param, int32_t format, DlTensor *out) {
+    return read(state, out) && state_format_of(*out) == format && same_shape_contiguous_and_place(param, *out);
+  }
+
+  bool read_scale(PyObject *scales, const py::str &name, int32_t format, const DlTensor &param, uint64_t *address) {
+    if (!is_scaled(format)) return true;
+    DlTensor scale;
+    if (!read(py::reinterpret_borrow<py::object>(PyDict_GetItem(scales, name.ptr())), &scale)) return false;
+    *address = address_of(scale);
+    return format_of(scale) == kFloat32 && numel_of(scale) == scale_blocks(numel_of(param)) && is_contiguous(scale) &&
+           scale.device_type == param.device_type && scale.device_index == param.device_index;
   }
 
   // torch negates lazily, and says nothing of it in DLPack: the imaginary part of a conjugate is a view
@@ -173,39 +254,42 @@ class Gatherer {
   }
 
   const DlExchangeApi *api_;
-  const py::tuple &types_;
+  const TensorTypes &types_;
   const ExpectedStates &expected_;
   const py::str exp_avg_{"exp_avg"}, exp_avg_sq_{"exp_avg_sq"}, master_{"master_param"}, step_{"step"};
+  const py::str local_tensor_{"_local_tensor"}, spec_{"_spec"}, mesh_{"mesh"}, placements_{"placements"},
+      shape_{"shape"};
   std::vector<Group> groups_;
 };
 
 }  // namespace
 
 py::tuple gather(const py::capsule &exchange, const py::list &params, const py::str &grad_name,
-                 const py::object &states, const py::tuple &tensor_types, const ExpectedStates &expected) {
+                 const py::object &states, const TensorTypes &types, const ExpectedStates &expected,
+                 int64_t first_ordinal) {
   if (!exchange.name() || std::strcmp(exchange.name(), "dlpack_exchange_api") != 0)
     throw std::invalid_argument("exchange must be the capsule torch.Tensor.__dlpack_c_exchange_api__");
   const auto *api = exchange.get_pointer<DlExchangeApi>();
   const bool usable = api->major == 1 && api->tensor_from_py;
-  Gatherer gatherer(api, tensor_types, expected);
-  std::unordered_set<PyObject *> taken;
+  Gatherer gatherer(api, types, expected);
+  const auto count = (Py_ssize_t)params.size();
+  SeenObjects taken(count);
   py::list left;
-  for (Py_ssize_t i = 0; i < (Py_ssize_t)params.size(); ++i) {
-    // Held: reading the gradient or the state may run Python code, which may change the list.
-    const py::object held = params[i];
-    PyObject *param = held.ptr();
-    py::object grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(param, grad_name.ptr()));
+  // Held and counted anew: reading a gradient or a state may run Python code, which may change the list.
+  for (Py_ssize_t i = 0; i < count && i < (Py_ssize_t)params.size(); ++i) {
+    const auto param = py::reinterpret_borrow<py::object>(PyList_GET_ITEM(params.ptr(), i));
+    const auto grad = py::reinterpret_steal<py::object>(PyObject_GetAttr(param.ptr(), grad_name.ptr()));
     if (!grad) {
       if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
       PyErr_Clear();
       continue;
     }
-    if (grad.is_none() || !taken.insert(param).second) continue;
+    if (grad.is_none() || !taken.insert(param.ptr())) continue;
     bool done = false;
     if (usable) {
-      py::object state = py::reinterpret_steal<py::object>(PyObject_GetItem(states.ptr(), param));
+      const auto state = py::reinterpret_steal<py::object>(PyObject_GetItem(states.ptr(), param.ptr()));
       if (!state) throw py::error_already_set();
-      done = gatherer.take(param, grad.ptr(), state.ptr(), i);
+      done = gatherer.take(param, grad, state, first_ordinal + i);
     }
     if (!done) left.append(i);
   }

@@ -13,15 +13,23 @@ struct ExpectedStates {
   bool step_on_device;  // the counter lies beside the parameter, else on the CPU
 };
 
-// Rows of the parameters that are plain, dense, and as expected, grouped by device and formats.
+// How Python's objects hold memory.
+struct TensorTypes {
+  pybind11::tuple plain;  // exact types that may be read by address
+  PyTypeObject *sharded;  // of DTensors, whose local tensor is read in their place; null: they need a closer look
+  pybind11::dict scales;  // of scaled states, as StateKeeper holds them: {param: {state's name: scales}}
+};
+
+// Rows of the parameters that are dense and as expected, grouped by device and formats.
 //
 // exchange: the capsule torch.Tensor.__dlpack_c_exchange_api__. params: a list. grad_name: the
 // attribute that holds the gradient. states: the optimizer's state mapping, read with [] for parameters
-// that have a gradient. tensor_types: exact types that may be read by address.
+// that have a gradient. first_ordinal: params[0]'s number among all parameters.
 // Returns (calls, left): calls is a list of (device type, device index, five format codes, rows as
-// bytes, indices into params); left holds the indices of parameters with a gradient that need a closer look.
+// bytes, extras as bytes, params, their local tensors); left holds the indices of parameters with a gradient that need
+// a closer look. Extras hold the scales, and indices of tensors that are whole.
 pybind11::tuple gather(const pybind11::capsule &exchange, const pybind11::list &params, const pybind11::str &grad_name,
-                       const pybind11::object &states, const pybind11::tuple &tensor_types,
-                       const ExpectedStates &expected);
+                       const pybind11::object &states, const TensorTypes &types, const ExpectedStates &expected,
+                       int64_t first_ordinal);
 
 }  // namespace statestream

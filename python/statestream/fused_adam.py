@@ -347,8 +347,9 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             self._keeper.follow(param, state)
             if MASTER in state and state[MASTER].dtype is not torch.int16:
-                self._table.rederive(local_of(param), self._keeper.stored(param, MASTER, state[MASTER]))
-                self._table.remember(param)
+                local = local_of(param)
+                self._table.rederive(local, self._keeper.stored(param, MASTER, state[MASTER]))
+                self._table.watch.remember([param], [local])
 
     # ---- checkpoints ----
 
@@ -396,7 +397,7 @@ class FusedAdam(torch.optim.Optimizer):
         for key in [k for k in self.state if isinstance(k, Tensor) and id(k) not in members]:
             del self.state[key]
             self._keeper.forget(key)
-            self._table.forget(key)
+            self._table.watch.forget(key)
         for param in self._params():
             if param.requires_grad or param in self.state:
                 self._keeper.follow(param, self.state[param])
@@ -437,7 +438,7 @@ class FusedAdam(torch.optim.Optimizer):
             update_group(group, loaded)
 
     def _load_param(self, load: ParamLoad, loader: Loader) -> None:
-        self._table.forget(load.param)
+        self._table.watch.forget(load.param)
         if load.values is None:
             self.state.pop(load.param, None)
             self._keeper.forget(load.param)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ __all__ = [
     "AdamOptions",
     "DeviceScalars",
     "Formats",
+    "Gathered",
     "adam",
     "advance_steps",
     "decode",
@@ -171,6 +173,17 @@ def row(
     )
 
 
+class Gathered(NamedTuple):
+    """Rows of one call, their extras (scales, and indices of whole tensors), the parameters and their local tensors."""
+
+    device: torch.device
+    formats: Formats
+    rows: array
+    extras: array
+    params: list[Tensor]
+    locals: list[Tensor]
+
+
 def gather(
     params: list[Tensor],
     grad_name: str,
@@ -180,34 +193,41 @@ def gather(
     exp_avg_sq: torch.dtype,
     master: torch.dtype | None,
     step_on_device: bool,
-) -> tuple[list[tuple[torch.device, Formats, array, list[int]]], list[int]]:
-    """Rows of every parameter that is a plain contiguous tensor with a gradient and states to match.
+    scales: dict[Tensor, dict[str, Tensor]],
+    sharded: bool,
+    first_ordinal: int,
+) -> tuple[list[Gathered], list[int]]:
+    """Rows of every parameter that is a contiguous tensor with a gradient and states to match.
 
-    Returns the calls to make, each (device, formats, rows, indices into `params`), and the indices of
-    parameters with a gradient that need a closer look: DTensors, other layouts, whatever is wrong.
+    Returns the calls to make, and the indices of parameters with a gradient that need a closer look: other layouts,
+    subclasses, whatever is wrong, and unless `sharded` DTensors. `scales` are those of scaled states by name, and
+    `first_ordinal` is the number of params[0], for the extras.
     Nothing is remembered between calls, so no change of a tensor can be missed. A parameter without
     gradient is passed over, one that is listed twice is taken once.
     """
     if _EXCHANGE is None:
-        with_grad = {id(p): i for i, p in enumerate(params) if getattr(p, grad_name, None) is not None}
-        return [], sorted(with_grad.values())
+        first = {id(p): i for i, p in reversed(list(enumerate(params)))}
+        return [], [i for i in sorted(first.values()) if getattr(params[i], grad_name, None) is not None]
+    # Where no one has imported DTensors there are none.
+    dtensors = sys.modules.get("torch.distributed.tensor") if sharded else None
     found, left = _cpu.gather(
         _EXCHANGE,
         params,
         grad_name,
         states,
         _PLAIN_TYPES,
+        sharded_type=getattr(dtensors, "DTensor", None),
+        scales=scales,
         exp_avg=_STATE_CODES[exp_avg],
         exp_avg_sq=_STATE_CODES[exp_avg_sq],
         master=NONE if master is None else _STATE_CODES[master],
         step_on_device=step_on_device,
+        first_ordinal=first_ordinal,
     )
     calls = []
-    for device_type, index, formats, packed, indices in found:
+    for device_type, index, formats, rows, extras, members, locals in found:
         device = torch.device("cpu") if device_type == _DLPACK_CPU else torch.device("cuda", index)
-        rows = array("q")
-        rows.frombytes(packed)
-        calls.append((device, Formats(*formats), rows, indices))
+        calls.append(Gathered(device, Formats(*formats), array("q", rows), array("q", extras), members, locals))
     return calls, left
 
 

@@ -22,12 +22,13 @@ from statestream.kernels import Formats
 from statestream.moments import MASTER, MOMENTS, STEP
 from statestream.quantized import is_quantized, rederive_master, requantize
 from statestream.rounding import Rounding
-from statestream.row_extras import WHOLE, scale_address
+from statestream.row_extras import scale_address
 from statestream.rows import add_rows, has_scales, runs_for
 from statestream.sharding import placed_as
 from statestream.state_keeper import StateKeeper
 from statestream.stored import Stored
-from statestream.tensors import address_of, copy_version, is_dense, local_of, same_layout
+from statestream.tensors import is_dense, local_of, same_layout
+from statestream.written import WriteWatch
 
 __all__ = ["Call", "StepTable"]
 
@@ -47,20 +48,12 @@ class Call:
     counters: list[Tensor] = field(default_factory=list)
     """Of parameters that are several rows each: to be advanced before the call, which then advances none."""
     params: list[Tensor] = field(default_factory=list)
+    locals: list[Tensor] = field(default_factory=list)
+    """Of `params` the local tensors."""
     keep: list[Tensor] = field(default_factory=list)
     """Gradients copied into the parameter's layout, alive until the kernel has run."""
     quantized: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of `params` those in whose place a kernel updates their FP32 master, each with it."""
-
-
-@dataclass
-class _Seen:
-    """A parameter as the last step left it."""
-
-    param: Tensor
-    address: int
-    version: int | None
-    local_version: int | None
 
 
 class StepTable:
@@ -74,7 +67,7 @@ class StepTable:
 
     def __init__(self, keeper: StateKeeper, rounding: Rounding):
         self.keeper, self.rounding = keeper, rounding
-        self._seen: dict[int, _Seen] = {}
+        self.watch = WriteWatch()
 
     def calls(
         self,
@@ -91,25 +84,24 @@ class StepTable:
         """
         form = self.keeper.form
         calls: dict[Any, Call] = {}
-        if form.has_scales:  # which gather does not look at
-            left = list({id(p): i for i, p in reversed(list(enumerate(params)))}.values())
-            left = [i for i in sorted(left) if getattr(params[i], grad_name, None) is not None]
-        else:
-            found, left = kernels.gather(
-                params,
-                grad_name,
-                state,
-                exp_avg=form.exp_avg,
-                exp_avg_sq=form.exp_avg_sq,
-                master=form.master_dtype,
-                step_on_device=form.step_on_device,
-            )
-            for device, formats, rows, indices in found:
-                members = [params[i] for i in indices]
-                call = Call(device, formats, rows, params=members, stochastic=self.rounding.of(formats))
-                if call.stochastic:
-                    self._add_extras(call, [first_ordinal + i for i in indices])
-                calls[device, formats, False] = call
+        found, left = kernels.gather(
+            params,
+            grad_name,
+            state,
+            exp_avg=form.exp_avg,
+            exp_avg_sq=form.exp_avg_sq,
+            master=form.master_dtype,
+            step_on_device=form.step_on_device,
+            scales=self.keeper.scales,
+            # Where random bits hang on indices in the whole tensor, a shard's are looked at one by one.
+            sharded=not (form.has_scales or self.rounding.flags),
+            first_ordinal=first_ordinal,
+        )
+        for g in found:
+            stochastic = self.rounding.of(g.formats)
+            extras = g.extras if stochastic or has_scales(g.formats) else None
+            call = Call(g.device, g.formats, g.rows, extras, stochastic, params=g.params, locals=g.locals)
+            calls[g.device, g.formats, False] = call
         for i in left:
             self._add(calls, params[i], state, getattr(params[i], grad_name), name_of(i), first_ordinal + i)
         devices = list(dict.fromkeys(call.device for call in calls.values()))
@@ -119,13 +111,6 @@ class StepTable:
                 "give the parameters of each device a group of their own"
             )
         return list(calls.values())
-
-    @staticmethod
-    def _add_extras(call: Call, ordinals: list[int]) -> None:
-        """Of rows whose elements are in the order of the whole, and that have no scales."""
-        call.extras = array("q")
-        for ordinal in ordinals:
-            call.extras.extend((0, 0, 0, ordinal, 0, *WHOLE, 0))
 
     def _add(
         self,
@@ -163,6 +148,7 @@ class StepTable:
         in_rows = needs_extras and len(runs) != 1
         call = calls.setdefault((local.device, formats, in_rows), Call(local.device, formats, stochastic=stochastic))
         call.params.append(param)
+        call.locals.append(local)
         call.keep.append(grad)
         if target is not local:
             call.quantized.append((param, target))
@@ -180,10 +166,8 @@ class StepTable:
 
     def refresh(self, call: Call, state: dict[Tensor, dict[str, Any]]) -> None:
         """Brings the call's masters back to parameters that were written since the last step."""
-        for param in self._followed(call):
-            local = local_of(param)
-            if self.was_written(param, local):
-                self.rederive(local, self.keeper.stored(param, MASTER, state[param][MASTER]))
+        for param, local in self.watch.written(*_watched(call)):
+            self.rederive(local, self.keeper.stored(param, MASTER, state[param][MASTER]))
 
     @staticmethod
     def rederive(local: Tensor, master: Stored) -> None:
@@ -198,41 +182,11 @@ class StepTable:
         the next step knows them."""
         for param, master in call.quantized:
             requantize(local_of(param), master)
-        written = [param for param in call.params if not param.is_inference()]
-        written += [local for param in written if (local := local_of(param)) is not param]
-        if written:
-            torch.autograd.graph.increment_version(written)
-        for param in self._followed(call):
-            self.remember(param)
-
-    @staticmethod
-    def _followed(call: Call) -> list[Tensor]:
-        """Parameters with a master beside them."""
-        if call.formats.master in (kernels.FLOAT32, kernels.SCALED_FLOAT16):
-            return call.params
-        return [param for param, _ in call.quantized]
-
-    def remember(self, param: Tensor) -> None:
-        local = local_of(param)
-        self._seen[id(param)] = _Seen(param, address_of(local), copy_version(param), copy_version(local))
-
-    def forget(self, param: Tensor | None = None) -> None:
-        """The next step compares the parameter (or every one) with its master."""
-        if param is None:
-            self._seen.clear()
-        else:
-            self._seen.pop(id(param), None)
-
-    def was_written(self, param: Tensor, local: Tensor) -> bool:
-        seen = self._seen.get(id(param))
-        return (
-            seen is None
-            or seen.param is not param
-            or seen.version is None
-            or seen.address != address_of(local)
-            or seen.version != copy_version(param)
-            or seen.local_version != copy_version(local)
+        torch.autograd.graph.increment_version(call.params)
+        torch.autograd.graph.increment_version(
+            [local for param, local in zip(call.params, call.locals, strict=True) if local is not param]
         )
+        self.watch.remember(*_watched(call))
 
     @staticmethod
     def checked_grad(param: Tensor, local: Tensor, grad: Tensor, name: str) -> Tensor:
@@ -262,6 +216,14 @@ class StepTable:
         if same_layout(grad, local):
             return grad
         return torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=local.device).copy_(grad)
+
+
+def _watched(call: Call) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters with masters beside them, or quantised from them, and their local tensors."""
+    if call.formats.master in (kernels.FLOAT32, kernels.SCALED_FLOAT16):
+        return call.params, call.locals
+    quantized = [param for param, _ in call.quantized]
+    return quantized, [local_of(param) for param in quantized]
 
 
 def _scale_address(stored: Stored | None, numel: int) -> int:

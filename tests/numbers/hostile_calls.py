@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from statestream import kernels
+from torch.distributed.tensor import DTensor
 
 FORMATS = (kernels.BFLOAT16, kernels.BFLOAT16, kernels.SCALED_FLOAT8, kernels.SCALED_FLOAT16, kernels.FLOAT32)
 NUMEL = 300
@@ -179,20 +180,26 @@ def gather_arguments() -> tuple[dict[str, Any], dict[str, Any]]:
         "params": [WithGrad()],
         "grad_name": "grad",
         "states": defaultdict(dict),
-        "tensor_types": (torch.Tensor,),
+        "plain_types": (torch.Tensor,),
+        "sharded_type": DTensor,
+        "scales": {},
         "exp_avg": 1,
         "exp_avg_sq": 1,
         "master": 0,
         "step_on_device": False,
+        "first_ordinal": 0,
     }
     bad = {
         "exchange": [None, 5, exchange.__class__, datetime.datetime_CAPI],
         "params": [None, (), {}, "params", 5],
         "grad_name": [None, 5, b"grad"],
         "states": [None, 5, []],
-        "tensor_types": [None, 5, [torch.Tensor]],
+        "plain_types": [None, 5, [torch.Tensor]],
+        "sharded_type": [5, "DTensor", torch.zeros(1)],
+        "scales": [None, 5, []],
         **dict.fromkeys(("exp_avg", "exp_avg_sq", "master"), NOT_INTEGERS),
         "step_on_device": [[], "", object()],
+        "first_ordinal": NOT_INTEGERS,
     }
     return good, bad
 

@@ -200,6 +200,7 @@ class AdamFlow:
                 job.counter.add_(1.0)
             call = written.setdefault(job.formats, Call(self.device.torch_device, job.formats))
             call.params.append(job.param)
+            call.locals.append(job.local)
         for call in written.values():
             self.owner.inner._table.updated(call)
 

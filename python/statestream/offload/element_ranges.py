@@ -296,7 +296,7 @@ class ElementRanges(Units):
             formats,
             options,
             stochastic=table.rounding.of(formats),
-            refresh=has_master and table.was_written(param, local),
+            refresh=has_master and bool(table.watch.written([param], [local])),
             kinds=tuple(kinds),
             grad_kind=-1 if self.gradients is None else self.kinds.index(GRADS),
             ordinal=ordinal,

@@ -323,7 +323,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         written through ``.data``."""
         if not isinstance(self.inner, FusedAdam):
             raise TypeError(f"{type(self.inner).__name__} has no masters")
-        self.inner._table.forget()
+        self.inner._table.watch.forget()
 
     # ---- checkpoints ----
 
