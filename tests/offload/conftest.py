@@ -7,6 +7,7 @@ import torch
 from statestream import FusedAdam
 from statestream.offload import optimizer as optimizer_module
 from statestream.offload import units as units_module
+from statestream.offload.device import HostDevice
 from torch.nn import Parameter
 
 SHAPES = [(100, 33), (13,), (64, 64), (7,), (1000,), (3, 5, 7)]
@@ -73,6 +74,29 @@ def assert_same_training(params, optimizer, other_params, other) -> None:
             assert mine.keys() == theirs.keys(), f"scales of parameter {i}"
             for name in mine:
                 assert_same_values(mine[name], theirs[name], f"scales of {name} of parameter {i}")
+
+
+class Beyond(HostDevice):
+    """The parameters are on the CPU, and the host's share has to copy all the same, as from a GPU."""
+
+    host_reaches_parameters = False
+
+
+class Counting(Beyond):
+    """Bytes that were copied each way."""
+
+    load, store, down, up = "load", "store", "down", "up"
+
+    def __init__(self):
+        super().__init__()
+        self.count_anew()
+
+    def count_anew(self) -> None:
+        self.moved = dict.fromkeys(("load", "store", "down", "up"), 0)
+
+    def copy(self, queue, to, to_offset, source, offset, nbytes) -> None:
+        self.moved[queue] += nbytes
+        super().copy(queue, to, to_offset, source, offset, nbytes)
 
 
 class Pinning:

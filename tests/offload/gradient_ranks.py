@@ -8,21 +8,14 @@ from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload import gradient_staging
 from statestream.offload import optimizer as optimizer_module
 from statestream.offload import units as units_module
-from statestream.offload.device import HostDevice
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from .conftest import assert_same_values
+from .conftest import Beyond, assert_same_values
 
 OPTIONS = {"lr": 0.1, "master_weights": True, "exp_avg_dtype": "bf16"}
-
-
-class Beyond(HostDevice):
-    """Gradients come through slots, as from a GPU."""
-
-    host_reaches_parameters = False
 
 
 class Net(nn.Module):

@@ -12,10 +12,9 @@ import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline
 from statestream.offload import gradient_staging, host_side
-from statestream.offload.device import HostDevice
 from torch.nn import Parameter
 
-from .conftest import SHAPES, assert_same_training, assert_same_values, bits, make_params
+from .conftest import SHAPES, Beyond, Counting, assert_same_training, assert_same_values, bits, make_params
 
 FORMS = {
     "fp32": (torch.float32, {}),
@@ -23,12 +22,6 @@ FORMS = {
     "bf16 remainders": (torch.bfloat16, {"master_weights": True, "store_param_remainders": True}),
     "mixed fp8": ("mixed", {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}),
 }
-
-
-class Beyond(HostDevice):
-    """The parameters are on the CPU, and all the same gradients come through slots, as from a GPU."""
-
-    host_reaches_parameters = False
 
 
 @pytest.fixture(params=["in place", "copied"])
@@ -492,23 +485,6 @@ def test_of_the_hosts_share_only_weights_have_room_in_its_slots(on_device):
     params = make_params(torch.bfloat16, [(1000,)])
     plan = CPUOffloadOptimizer(FusedAdam(params), cpu_fraction=1, offload_gradients=True).plan
     assert plan.staging_bytes == 3 * 1024 * 2 + 3 * -(-1000 * 4 // 64) * 64
-
-
-class Counting(Beyond):
-    """Bytes that went each way in steps."""
-
-    load, store, down, up = "load", "store", "down", "up"
-
-    def __init__(self):
-        super().__init__()
-        self.count_anew()
-
-    def count_anew(self):
-        self.moved = dict.fromkeys(("load", "store", "down", "up"), 0)
-
-    def copy(self, queue, to, to_offset, source, offset, nbytes):
-        self.moved[queue] += nbytes
-        super().copy(queue, to, to_offset, source, offset, nbytes)
 
 
 @pytest.mark.parametrize("fraction", [0, 1])

@@ -13,18 +13,11 @@ from helpers.modes import FORMS
 from helpers.training import build, train
 from statestream import CPUOffloadOptimizer, FusedAdam, kernels
 from statestream.offload import host_side
-from statestream.offload.device import HostDevice
 
-from .conftest import assert_same_training, make_params, set_grads
+from .conftest import Beyond, Counting, assert_same_training, make_params, set_grads
 from .conftest import train as train_params
 
 FRACTIONS = [0, 0.25, 0.5, 1, "auto"]
-
-
-class Beyond(HostDevice):
-    """The parameters are on the CPU, and the host's share has to copy all the same, as from a GPU."""
-
-    host_reaches_parameters = False
 
 
 @pytest.fixture(params=["in place", "copied"])
@@ -284,6 +277,27 @@ def test_an_error_at_any_kernel_call_leaves_each_parameter_before_or_after(fract
 
 
 # ---- what it takes ----
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "first", "later"),
+    [
+        (torch.bfloat16, {"master_weights": True}, (2 + 2, 2), (2, 2)),
+        (torch.bfloat16, {"master_weights": True, "store_param_remainders": True}, (2 + 2, 2), (2 + 2, 2)),
+        (torch.float32, {}, (4 + 4, 4), (4 + 4, 4)),
+    ],
+)
+def test_gradients_come_down_and_weights_go_up_and_weights_with_a_right_master_do_not_come_down(
+    dtype, options, first, later, on_device
+):
+    """Bytes an element, down and up."""
+    device, params = on_device(Counting()), make_params(dtype, [(64, 64)])
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, **options), cpu_fraction=1)
+    for step, (down, up) in enumerate((first, later, later)):
+        device.count_anew()
+        train_params(optimizer, params, [step])
+        n = params[0].numel()
+        assert device.moved == {"load": 0, "store": 0, "down": down * n, "up": up * n}
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 1])
