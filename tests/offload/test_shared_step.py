@@ -340,6 +340,33 @@ def test_auto_settles(on_device):
     assert len(set(seen[7:])) == 1, "it never settled"
 
 
+def test_steps_of_some_parameters_alone_teach_auto_nothing(on_device):
+    on_device(Beyond())
+    params = make_params(shapes=[(100, 256), (200, 256)])
+    optimizer = CPUOffloadOptimizer(FusedAdam(params), 60_000, cpu_fraction="auto")
+    train_params(optimizer, params, range(8), missing=lambda step: (step % 2,))
+    assert optimizer.cpu_fraction == 0.5
+    train_params(optimizer, params, range(8, 12))
+    assert optimizer.cpu_fraction != 0.5
+
+
+def test_slots_grow_with_the_parameters_that_are_added(on_device):
+    """A BF16 parameter of 13 elements needs 6 bytes for each of 256, an FP32 one 8, which would not fit."""
+    on_device(Beyond())
+    params, more = make_params(torch.bfloat16, [(13,)]), make_params(shapes=[(100, 33)], seed=1)
+    reference, others = make_params(torch.bfloat16, [(13,)]), make_params(shapes=[(100, 33)], seed=1)
+    shared, plain = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), cpu_fraction=1), FusedAdam(reference, lr=0.1)
+    assert shared.plan.staging_bytes == 3 * 256 * 6
+    train_params(shared, params, [0])
+    train_params(plain, reference, [0])
+    shared.add_param_group({"params": more})
+    plain.add_param_group({"params": others})
+    assert shared.plan.staging_bytes == 3 * (256 * 6 + 13 * 256 * 8)
+    train_params(shared, params + more, [1, 2])
+    train_params(plain, reference + others, [1, 2])
+    assert_same_training(params + more, shared, reference + others, plain)
+
+
 # ---- refusals ----
 
 
