@@ -71,6 +71,9 @@ def check_group_options(group: dict[str, Any], where: str = "") -> None:
     for name in ("lr", "eps", "weight_decay", "step"):
         if not _is_left_unread(group[name]) and not _finite_from_zero(group[name]):
             refuse(name, group[name], "finite and at least 0")
+    for name in ("amsgrad", "maximize", "bias_correction"):
+        if not _is_flag(group.get(name)):
+            refuse(name, group[name], "True or False")
     if group.get("amsgrad"):
         raise RuntimeError(
             f"amsgrad{where}: FusedAdam does not support the AMSGrad variant; use torch.optim.AdamW for it"
@@ -98,7 +101,17 @@ def check_grad_dtype(grad: Tensor, name: str) -> None:
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, (int, float)) or hasattr(value, "__float__")
+    try:
+        return hasattr(value, "__float__") and isinstance(float(value), float)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _is_flag(value: Any) -> bool:
+    """Of a string, and of anything that holds others, it is not known what is meant."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return value is None or (hasattr(value, "__bool__") and not hasattr(value, "__len__"))
 
 
 def _is_left_unread(value: Any) -> bool:

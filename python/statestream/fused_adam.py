@@ -22,6 +22,7 @@ from statestream.arguments import (
     check_param,
 )
 from statestream.export import export_on_device, export_to_host, taken_by_export
+from statestream.foreign import as_state_dict
 from statestream.interrupts import interrupts_held
 from statestream.kernels import AdamOptions
 from statestream.memory import MemoryReport, report_of
@@ -414,7 +415,7 @@ class FusedAdam(torch.optim.Optimizer):
             ValueError: something does not fit, naming the parameter and the key. Nothing was changed (on
                 this rank: no other rank is asked).
         """
-        state_dict = dict(state_dict)
+        state_dict = as_state_dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             if replaced is not None:
@@ -431,25 +432,37 @@ class FusedAdam(torch.optim.Optimizer):
     def _write(self, plan: LoadPlan) -> None:
         take_apart(plan.params, self.state)
         with Loader(self.export_staging_bytes) as loader:
+            # All memory is taken before anything is written: where there is too little, nothing has changed.
+            copies = [copied for load in plan.params for copied in self._copies_of(load)]
+            for values, stored in copies:
+                loader.prepare(values, stored)
             for load in plan.params:
-                self._load_param(load, loader)
+                self._load_param(load)
+            for values, stored in copies:
+                loader.copy(values, stored)
         self.state.update(plan.other)
         for group, loaded in zip(self.param_groups, plan.groups, strict=True):
             update_group(group, loaded)
 
-    def _load_param(self, load: ParamLoad, loader: Loader) -> None:
+    def _copies_of(self, load: ParamLoad) -> list[tuple[Tensor, Stored]]:
+        """What is to be copied where, into state that is there, and in its form."""
+        if load.values is None:
+            return []
+        state = self.state[load.param]
+        self._keeper.follow(load.param, state)
+        return [(values, self._keeper.stored(load.param, name, state[name])) for name, values in load.values.items()]
+
+    def _load_param(self, load: ParamLoad) -> None:
+        """All but the copies."""
         self._table.watch.forget(load.param)
         if load.values is None:
             self.state.pop(load.param, None)
             self._keeper.forget(load.param)
             return
         state = self.state[load.param]
-        self._keeper.follow(load.param, state)
         state[STEP].fill_(load.step)
         for name, value in load.other.items():
             state[name] = as_kept(value, state[name])
-        for name, values in load.values.items():
-            loader.copy(values, self._keeper.stored(load.param, name, state[name]))
         if MASTER in state and MASTER not in load.values:
             self._keeper.reset_master(load.param, state)
 

@@ -8,7 +8,6 @@ before anything is written.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -18,6 +17,16 @@ import torch
 from torch import Tensor
 
 from statestream.arguments import check_group_options
+from statestream.foreign import (
+    FLOATS,
+    check_has_data,
+    check_states_are_listed,
+    checked_groups,
+    count_of,
+    named_in_errors,
+    plain_tensor,
+    readable,
+)
 from statestream.moments import MASTER, MOMENTS, STEP, StateFormat
 from statestream.promised_state import PromisedState
 from statestream.sharding import local_share
@@ -80,36 +89,38 @@ def plan_load(
     Takes FusedAdam's own dict, torch.optim.AdamW's and Adam's, and Transformer Engine's, whose only
     count is the group's `step`; keyed by index or, as DCP leaves it, by parameter name.
     """
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(f"the state dict has no {key!r}; expected 'state' and 'param_groups'")
-    saved_groups = state_dict["param_groups"]
+    saved_groups = checked_groups(state_dict)
     if len(saved_groups) != len(groups):
         raise ValueError(f"the state dict has {len(saved_groups)} parameter groups, the optimizer has {len(groups)}")
     plan = LoadPlan()
     seen: set[int] = set()
+    keys: dict[Any, Tensor] = {}
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        if "params" not in saved:
-            raise ValueError(f"group {number} of the state dict has no 'params'")
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
                 f"group {number}: the state dict has {len(saved['params'])} parameters, "
                 f"the optimizer has {len(group['params'])}"
             )
-        plan.groups.append(_checked_group(saved, group, number))
-        names = saved.get("param_names") or group.get("param_names") or saved["params"]
-        if len(names) != len(saved["params"]):
-            raise ValueError(
-                f"group {number}: {len(names)} param_names in the state dict for {len(saved['params'])} params"
-            )
+        with named_in_errors(f"group {number}"):
+            plan.groups.append(_checked_group(saved, group, number))
+            names = saved.get("param_names") or group.get("param_names") or saved["params"]
+            if not isinstance(names, (list, tuple)) or len(names) != len(saved["params"]):
+                found = f"{len(names)}" if isinstance(names, (list, tuple)) else type(names).__name__
+                raise ValueError(
+                    f"group {number}: {found} param_names in the state dict for {len(saved['params'])} params"
+                )
         for key, name, param in zip(saved["params"], names, group["params"], strict=True):
+            label = _label(name)
+            if keys.setdefault(key, param) is not param:
+                raise ValueError(f"group {number}: the state dict has {key!r} for more parameters than {label}")
             if id(param) in seen:
                 continue
             seen.add(id(param))
             state = state_dict["state"].get(key)
             own = states.made(param) or {}
-            plan.params.append(_checked_state(state, saved.get(STEP), param, _label(name), form, own))
-    keys = {key for saved in saved_groups for key in saved["params"]}
+            with named_in_errors(label):
+                plan.params.append(_checked_state(state, saved.get(STEP), param, label, form, own))
+    check_states_are_listed(state_dict["state"], keys)
     plan.other = {k: v for k, v in state_dict["state"].items() if isinstance(k, str) and k not in keys}
     return plan
 
@@ -156,15 +167,10 @@ def _is_same_memory(values: Tensor, state: Tensor | None) -> bool:
 def update_group(group: dict[str, Any], loaded: dict[str, Any]) -> None:
     """Takes over a checked group's settings. A tensor stays the tensor it is: CUDA graphs hold it."""
     for key, value in loaded.items():
-        live = group.get(key)
-        if isinstance(live, Tensor):
-            live.copy_(value)
-        elif isinstance(value, Tensor):
-            group[key] = value.item() if key in ("lr", STEP) and live is not None else value
+        if isinstance(group.get(key), Tensor):
+            group[key].copy_(value)
         else:
-            group[key] = copy.deepcopy(value)
-        if key == STEP and not isinstance(live, Tensor):
-            group[key] = int(group[key])
+            group[key] = value
 
 
 def _plain(setting: Any) -> Any:
@@ -182,34 +188,44 @@ def _label(name: Any) -> str:
 
 
 def _checked_group(saved: dict[str, Any], group: dict[str, Any], number: int) -> dict[str, Any]:
-    loaded = {key: value for key, value in saved.items() if key not in _OWN_KEYS}
+    loaded = {
+        key: readable(value, f"{key} of group {number}") if isinstance(value, Tensor) else value
+        for key, value in saved.items()
+        if key not in _OWN_KEYS
+    }
     if isinstance(loaded.get("betas"), list):
         loaded["betas"] = tuple(loaded["betas"])
     version = saved.get("format_version")
-    if version is not None and _count(version, f"format_version of group {number}") > FORMAT_VERSION:
+    if version is not None and count_of(version, f"format_version of group {number}") > FORMAT_VERSION:
         raise ValueError(
             f"group {number}: the checkpoint has format_version {version}, this statestream reads up to "
             f"{FORMAT_VERSION}; update statestream"
         )
     if loaded.get(STEP) is not None:
-        _count(loaded[STEP], f"step of group {number}", group.get(STEP))
+        count_of(loaded[STEP], f"step of group {number}", group.get(STEP))
     else:
         loaded.pop(STEP, None)
     check_group_options({**group, **loaded}, where=f" of group {number} in the state dict")
-    return {key: _checked_setting(key, value, group.get(key), number) for key, value in loaded.items()}
+    return {key: _checked_setting(key, value, group, number) for key, value in loaded.items()}
 
 
-def _checked_setting(key: str, value: Any, live: Any, number: int) -> Any:
-    """A group's setting, apart from every live tensor, shaped as the live tensor that it is to fill."""
+def _checked_setting(key: str, value: Any, group: dict[str, Any], number: int) -> Any:
+    """A group's setting as it will be held, apart from every live tensor; shaped as a live one that it is to fill."""
+    live, what = group.get(key), f"{key} of group {number}"
+    if isinstance(value, Tensor) and is_fake(value) and not any(is_fake(local_of(param)) for param in group["params"]):
+        raise ValueError(f"{what}: a tensor on {value.device} without data in the state dict")
     if isinstance(live, Tensor):
         try:
             return torch.as_tensor(value, dtype=live.dtype).detach().reshape(live.shape).clone()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
-                f"{key} of group {number}: {value!r} in the state dict, a tensor of shape {tuple(live.shape)} "
-                "in the optimizer"
+                f"{what}: {value!r} in the state dict, a tensor of shape {tuple(live.shape)} in the optimizer"
             ) from error
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return int(value) if key == STEP else copy.deepcopy(value)
+    if key == STEP:
+        return int(value.item())
+    return value.item() if key == "lr" and live is not None else value.detach().clone()
 
 
 def _checked_state(
@@ -239,41 +255,23 @@ def _checked_state(
     step = present.get(STEP, group_step)
     if step is None:
         raise ValueError(f"step of {label} is missing from the state dict, and its group has none")
-    return ParamLoad(param, values, _count(step, f"step of {label}", local_of(param)), other)
+    return ParamLoad(param, values, count_of(step, f"step of {label}", local_of(param)), other)
 
 
 def _checked_value(value: Any, name: str, dtype: torch.dtype, param: Tensor, label: str) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ValueError(f"{name} of {label}: expected a tensor, found {type(value).__name__}")
-    if value.layout is not torch.strided:
-        raise ValueError(f"{name} of {label}: layout {value.layout} cannot be read")
+    value = plain_tensor(value, f"{name} of {label}")
     if value.shape != param.shape:
         raise ValueError(
             f"{name} of {label}: shape {tuple(value.shape)} in the state dict, {tuple(param.shape)} in the optimizer"
         )
     if (dtype is torch.int16) != (value.dtype is torch.int16) or not (
-        value.dtype is torch.int16 or value.is_floating_point()
+        value.dtype is torch.int16 or value.dtype in FLOATS
     ):
         wanted = "int16 remainders" if dtype is torch.int16 else "floating-point values"
         raise ValueError(
             f"{name} of {label}: {value.dtype} in the state dict, {wanted} wanted; build the optimizer with "
             f"store_param_remainders={value.dtype is torch.int16} to read it"
         )
-    return local_share(value, param, name, label)
-
-
-def _count(value: Any, what: str, live: Any = None) -> float:
-    """A step count out of any of the forms it is saved in: int, float, tensor of one element. Where neither it nor the
-    `live` tensor that it is for has data, there is nothing to read, and it is 0."""
-    if isinstance(value, Tensor) and isinstance(live, Tensor) and is_fake(local_of(value)) and is_fake(live):
-        return 0.0
-    try:
-        if isinstance(value, Tensor):
-            number = float(local_of(value).item()) if value.numel() == 1 else math.nan
-        else:
-            number = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        number = math.nan
-    if not math.isfinite(number) or number < 0 or number != math.floor(number):
-        raise ValueError(f"{what}: {value!r} is not a count of steps")
-    return number
+    local = local_share(value, param, name, label)
+    check_has_data(local, f"{name} of {label}")
+    return local

@@ -175,6 +175,20 @@ class Exporter(_Transfer):
 class Loader(_Transfer):
     """Writes values into local states in place. The values must stay until the context is left."""
 
+    def prepare(self, values: Tensor, state: Stored) -> None:
+        """Takes the memory that `copy` of these will use."""
+        local = state.local
+        if local.numel() == 0:
+            return
+        converted = values.dtype is not local.dtype or state.scale is not None
+        if converted and not self._is_encoded_at_once(values, state):
+            self.staging(local.device)
+
+    @staticmethod
+    def _is_encoded_at_once(values: Tensor, state: Stored) -> bool:
+        same_place = values.device == state.local.device and same_layout(values, state.local)
+        return same_place and values.dtype is torch.float32
+
     def copy(self, values: Tensor, state: Stored) -> None:
         """`values` has the state's shape, any strides and device, and any real dtype (int16 for remainders)."""
         local = state.local
@@ -186,7 +200,7 @@ class Loader(_Transfer):
             self._through_staging(_in_memory_order(values, local), state)
         elif values.dtype is local.dtype and state.scale is None:
             flat(local).copy_(flat(values), non_blocking=True)
-        elif values.device == local.device and values.dtype is torch.float32:
+        elif self._is_encoded_at_once(values, state):
             state.encode(flat(values))
         else:
             self._through_staging(flat(values), state)

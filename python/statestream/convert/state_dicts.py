@@ -9,9 +9,18 @@ import torch
 from torch import Tensor
 
 from statestream.convert.layout import Flat, group_label, groups_of, param_label
-from statestream.convert.rules import Group, How, NewGroup, Param, Request, convert, count_of
+from statestream.convert.rules import MAX_EXP_AVG_SQ, Group, How, NewGroup, Param, Request, convert
 from statestream.convert.values import sources, values_of
-from statestream.moments import MASTER, STEP
+from statestream.foreign import (
+    FLOATS,
+    as_state_dict,
+    check_settings,
+    check_states_are_listed,
+    checked_groups,
+    count_of,
+    readable,
+)
+from statestream.moments import MASTER, MOMENTS, STEP
 from statestream.sharding import around
 from statestream.tensors import local_of
 
@@ -67,13 +76,27 @@ def fp32_weights(state_dict: Mapping[str, Any], weights: Weights) -> Iterator[tu
     return StateDictView(state_dict, weights).fp32_weights()
 
 
+_NUMBERS = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
+"""The kinds of an Adam's settings."""
+_TENSORS = (*MOMENTS, MASTER, MAX_EXP_AVG_SQ)
+
+
+def _value_of_adam(value: Any, name: str, label: str) -> Tensor:
+    value = readable(value, f"{name} of {label}")
+    if value.dtype not in (FLOATS if name != MASTER else (*FLOATS, torch.int16)):
+        wanted = "floating-point values" if name != MASTER else "floating-point values or int16 remainders"
+        raise ValueError(f"{name} of {label}: {value.dtype} in the state dict, {wanted} wanted")
+    return value
+
+
 class StateDictView:
     """A state dict as the rules see it. `make` makes values anew; the weights are as in `convert_state_dict`."""
 
     def __init__(self, state_dict: Mapping[str, Any], weights: Weights | None, make: Make = values_of):
         self.make = make
         self.source = state_dict
-        self.flat = not isinstance(state_dict.get("param_groups"), (list, tuple))
+        state_dict = as_state_dict(state_dict)
+        self.flat = not state_dict.keys() & {"state", "param_groups"}
         names: list[Hashable] = []
         settings: list[tuple[str, dict[str, Any], list[Hashable]]] = []
         if self.flat:
@@ -85,10 +108,11 @@ class StateDictView:
                 values = {what: state_dict[key] for what, key in found.items()}
                 settings.append((group_label(name), values, [name]))
         else:
-            if not isinstance(state_dict.get("state"), Mapping):
-                raise ValueError("the state dict has no 'state'; expected 'state' and 'param_groups'")
+            groups = checked_groups(state_dict)
+            check_states_are_listed(state_dict["state"], [key for group in groups for key in group["params"]])
             self.states = dict(state_dict["state"])
             for number, (values, members) in enumerate(groups_of(state_dict)):
+                check_settings(values, _NUMBERS, number)
                 settings.append((group_label(number), values, members))
         for _, _, members in settings:
             names += members
@@ -99,16 +123,25 @@ class StateDictView:
         ]
 
     def _param(self, name: Hashable) -> Param:
-        state = self.states.get(name, {})
+        state, label = self.states.get(name) or {}, param_label(name)
         if not isinstance(state, Mapping):
-            raise ValueError(f"the state of {param_label(name)} is a {type(state).__name__}, not a dict")
+            raise ValueError(f"the state of {label}: expected a dict, found {type(state).__name__}")
         step = state.get(STEP)
-        dtypes = {key: value.dtype for key, value in state.items() if key != STEP and isinstance(value, Tensor)}
+        # DCP's flat load gives {} for a key that the checkpoint lacks.
+        present = {k: v for k, v in state.items() if v is not None and not (isinstance(v, dict) and not v)}
+        values = {k: _value_of_adam(v, k, label) for k, v in present.items() if k in _TENSORS}
+        first = next(iter(values), None)
+        for key, value in values.items():
+            if value.shape != values[first].shape:
+                raise ValueError(
+                    f"{key} of {label}: shape {tuple(value.shape)}, but {first} has {tuple(values[first].shape)}"
+                )
+        dtypes = {k: v.dtype for k, v in present.items() if k != STEP and isinstance(v, Tensor)}
         weight = self.weights.get(name)
         return Param(
-            param_label(name),
+            label,
             dtypes,
-            count_of(param_label(name), local_of(step) if isinstance(step, Tensor) else step),
+            None if step is None else count_of(step, f"step of {label}"),
             None if weight is None else weight.dtype,
         )
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from statestream.arguments import as_number
+from statestream.foreign import as_state_dict
 from statestream.fused_adam import FusedAdam
 from statestream.interrupts import interrupts_held
 from statestream.memory import MemoryReport, report_of
@@ -347,7 +348,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads into the host state in place, whatever device the values are on. All is checked first: a load that
         is refused changes nothing."""
-        state_dict = dict(state_dict)
+        state_dict = as_state_dict(state_dict)
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = hook(self, state_dict)
             if changed is not None:
