@@ -159,7 +159,7 @@ def readable(value: Any, what: str) -> Tensor:
 def count_of(value: Any, what: str, live: Any = None) -> float:
     """A step count out of any of the forms it is saved in: int, float, tensor of one element. Where neither it nor the
     `live` tensor that it is for has data, there is nothing to read, and it is 0."""
-    number = math.nan
+    number, cause = math.nan, None
     if isinstance(value, Tensor):
         value = readable(value, what)
     try:
@@ -170,10 +170,10 @@ def count_of(value: Any, what: str, live: Any = None) -> float:
             number = float(local.item()) if value.numel() == 1 else math.nan
         elif not isinstance(value, (str, bytes, bytearray)):
             number = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        pass
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        cause = error
     if not 0 <= number < MOST_STEPS or number != math.floor(number):
-        raise ValueError(f"{what}: {_shown(value)} is not a count of steps")
+        raise ValueError(f"{what}: {_shown(value)} is not a count of steps") from cause
     return number
 
 

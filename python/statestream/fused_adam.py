@@ -102,6 +102,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and leaves grads alone
     _stepped = False
+    _half_loaded = False
     _exported: tuple[int | None, int | None] = (None, None)
     """Device and host bytes that the last export took."""
 
@@ -259,6 +260,7 @@ class FusedAdam(torch.optim.Optimizer):
         return loss
 
     def _update(self, scaler: Any) -> None:
+        self.check_whole()
         grad_scale, found_inf = scaling_of(self, scaler)
         if not self.capturable and found_inf is not None and as_number(found_inf):
             return
@@ -372,6 +374,7 @@ class FusedAdam(torch.optim.Optimizer):
         return state_dict
 
     def _export(self) -> dict[str, Any]:
+        self.check_whole()
         groups, params = pack_groups(self.param_groups, snapshot=self.state_dict_cpu_offload)
         self._complete_state()
         index = {
@@ -423,7 +426,8 @@ class FusedAdam(torch.optim.Optimizer):
         try:
             plan = plan_load(state_dict, self.param_groups, self.form, self.state)
         except (ValueError, RuntimeError) as error:
-            raise type(error)(f"{error}; nothing was loaded on this rank") from error
+            kind = ValueError if isinstance(error, ValueError) else RuntimeError
+            raise kind(f"{error}; nothing was loaded on this rank") from error
         with interrupts_held():
             self._write(plan)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -436,13 +440,23 @@ class FusedAdam(torch.optim.Optimizer):
             copies = [copied for load in plan.params for copied in self._copies_of(load)]
             for values, stored in copies:
                 loader.prepare(values, stored)
-            for load in plan.params:
-                self._load_param(load)
+            kept = [self._others_of(load) for load in plan.params]
+            self._half_loaded = True
+            for load, other in zip(plan.params, kept, strict=True):
+                self._load_param(load, other)
             for values, stored in copies:
                 loader.copy(values, stored)
         self.state.update(plan.other)
         for group, loaded in zip(self.param_groups, plan.groups, strict=True):
             update_group(group, loaded)
+        self._half_loaded = False
+
+    def check_whole(self) -> None:
+        """RuntimeError after a load that ended in an error in the middle."""
+        if self._half_loaded:
+            raise RuntimeError(
+                "an earlier load_state_dict ended in an error after it had begun to write; load a checkpoint again"
+            )
 
     def _copies_of(self, load: ParamLoad) -> list[tuple[Tensor, Stored]]:
         """What is to be copied where, into state that is there, and in its form."""
@@ -452,7 +466,11 @@ class FusedAdam(torch.optim.Optimizer):
         self._keeper.follow(load.param, state)
         return [(values, self._keeper.stored(load.param, name, state[name])) for name, values in load.values.items()]
 
-    def _load_param(self, load: ParamLoad) -> None:
+    def _others_of(self, load: ParamLoad) -> dict[str, Any]:
+        """A user's own values, as they will be kept."""
+        return {name: as_kept(value, self.state[load.param][name]) for name, value in load.other.items()}
+
+    def _load_param(self, load: ParamLoad, other: dict[str, Any]) -> None:
         """All but the copies."""
         self._table.watch.forget(load.param)
         if load.values is None:
@@ -461,8 +479,7 @@ class FusedAdam(torch.optim.Optimizer):
             return
         state = self.state[load.param]
         state[STEP].fill_(load.step)
-        for name, value in load.other.items():
-            state[name] = as_kept(value, state[name])
+        state.update(other)
         if MASTER in state and MASTER not in load.values:
             self._keeper.reset_master(load.param, state)
 

@@ -16,7 +16,7 @@ from .program import OPERATIONS, Program
 
 pytestmark = pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 
-SAMPLE = 150
+SAMPLE = 100
 
 
 @pytest.mark.parametrize("first", range(0, SAMPLE, 50))

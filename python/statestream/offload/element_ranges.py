@@ -6,7 +6,7 @@ pieces, and the budget is a strict bound. Step counters stay on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -131,6 +131,13 @@ class ElementRanges(Units):
         unit = Unit(tuple(grains * b for b in grain_bytes), grains)
         return Entry(param, unit, tuple(-(-local.numel() // GRAIN_ELEMENTS) * b for b in grain_bytes))
 
+    def drop(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            self._counters.pop(id(param), None)
+            self._views.pop(id(param), None)
+            self.inner._keeper.forget(param)
+        super().drop(params)
+
     def rehouse(self, param: Tensor) -> None:
         """The parameter's data changed: if its state needs other room, it gets it, and with it, in one bank, all
         whose state does (`model.to(dtype)`)."""
@@ -229,6 +236,7 @@ class ElementRanges(Units):
         inner, table = self.inner, self.inner._table
         if not self.in_charge:
             raise RuntimeError("another CPUOffloadOptimizer has taken over this FusedAdam; step that one")
+        inner.check_whole()
         if self.gradients is not None:
             self.gradients.gather()
         with_grad = [p for p in self.params() if self._has_grad(p)]

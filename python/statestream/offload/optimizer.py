@@ -218,7 +218,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             device_of(self.inner)
             self.units.adopt()
         except BaseException:
-            self.inner.param_groups.pop()
+            self.units.drop(self.inner.param_groups.pop()["params"])
             raise
         if self.plan.alone != alone:
             warnings.warn(self.plan.complaint(self.units.smallest), RuntimeWarning, stacklevel=3)
@@ -263,8 +263,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """
         if self.units.torn:
             raise RuntimeError(
-                f"an earlier step ended in an error that left {', '.join(self.units.torn)} updated in part; load a "
-                "checkpoint of model and optimizer"
+                f"an earlier step or load ended in an error that left {', '.join(self.units.torn)} written in part; "
+                "load a checkpoint of model and optimizer"
             )
         args: tuple[Any, ...] = (self.inner,) if closure is None else (self.inner, closure)
         for hook in list(self.inner._optimizer_step_pre_hooks.values()):

@@ -71,6 +71,7 @@ def load_plain(units: WholeParameters | OnePass, state_dict: dict[str, Any]) -> 
         with named_in_errors(label):
             if states.get(key):
                 loads.append(_Load(param, _checked_state(units, states[key], param, saved, group, label)))
+    units.torn[:] = [names[id(load.param)] for load in loads]  # until all is written
     kept = [{k: g[k] for k in LOCAL_OPTIONS if k in g} for g in inner.param_groups]
     others = {k: v for k, v in states.items() if k not in pairs}
     with _without_load_hooks(inner):
@@ -81,6 +82,7 @@ def load_plain(units: WholeParameters | OnePass, state_dict: dict[str, Any]) -> 
         inner.state[load.param] = _filled(units, load)
     inner.__setstate__({})  # brings the state of older versions of an optimizer up to date
     units.loaded()
+    units.torn.clear()
     for hook in list(inner._optimizer_load_state_dict_post_hooks.values()):
         hook(inner)
 

@@ -6,7 +6,7 @@ the rest. Each takes over the state of `inner`, has `adopt` for parameters that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -46,6 +46,12 @@ class Units:
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
         """Host memory for every trained parameter, and `existing` state moved there."""
         raise NotImplementedError
+
+    def drop(self, params: Iterable[Tensor]) -> None:
+        """Gives back the memory of parameters that are in no group any more."""
+        for param in params:
+            self.inner.state.pop(param, None)
+        self.store.keep(list(self.params()))
 
     def step(self, grad_scale: float) -> None:
         """One step of every parameter that has a gradient."""

@@ -53,9 +53,12 @@ class WholeParameters(Units):
         existing = existing or {}
         self.reserve([p for p in self.params() if p.requires_grad or p in existing])
         with torch.no_grad():
-            for param, state in existing.items():
-                if id(param) in self.members:
-                    self.inner.state[param] = self._to_host(self.members[id(param)], state)
+            moved = {
+                param: self._to_host(self.members[id(param)], state)
+                for param, state in existing.items()
+                if id(param) in self.members
+            }
+        self.inner.state.update(moved)  # all or, after an error, none
 
     def reserve(self, params: Sequence[Tensor]) -> None:
         """Host memory for those of `params` that have none yet, in one bank. Contents stay to be made by the
