@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from offload.test_fake_cuda import FakeCuda
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload.device import HostMemory
+from statestream.transfer import Loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -142,6 +143,17 @@ def a_gradient_lost_on_the_way(monkeypatch) -> None:
     optimizer.step()
 
 
+def a_load_that_fails_in_the_middle(monkeypatch) -> None:
+    def lost(*_):
+        raise RuntimeError("the device is lost")
+
+    optimizer = stepped()
+    monkeypatch.setattr(Loader, "copy", lost)
+    with pytest.raises(RuntimeError, match="lost"):
+        optimizer.load_state_dict(stepped().state_dict())
+    optimizer.step()
+
+
 def clipping_in_lightning() -> None:
     precision = pytest.importorskip("lightning.pytorch.plugins.precision", reason="lightning is not installed")
     precision.MixedPrecision("bf16-mixed", "cpu").clip_gradients(stepped(), 1.0)
@@ -174,6 +186,7 @@ CASES: list[Callable[..., object]] = [
     lambda: load(stepped(), stepped(), newer),
     less_in_the_checkpoint,
     a_lost_device,
+    a_load_that_fails_in_the_middle,
     a_scaler_beside_offloaded_gradients,
     a_gradient_set_twice,
     a_gradient_lost_on_the_way,

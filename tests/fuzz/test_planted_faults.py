@@ -1,0 +1,116 @@
+"""Mistakes planted in the package, one at a time: the fuzz notices each within a few hundred programs."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+
+from .play import play
+from .program import Program
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MOST = 400
+
+FAULTS = {
+    "a load counts one step more": ("fused_adam", "FusedAdam._load_param", "fill_(load.step)", "fill_(load.step + 1)"),
+    "a loaded master is not compared with the weight": (
+        "fused_adam",
+        "FusedAdam._load_param",
+        "self._table.forget(load.param)",
+        "pass",
+    ),
+    "gradient scale is forgotten": (
+        "fused_adam",
+        "FusedAdam._update",
+        "else as_number(grad_scale)",
+        "else 1.0",
+    ),
+    "a skipped step is counted": (
+        "fused_adam",
+        "FusedAdam._update",
+        "        return\n",
+        "        self.param_groups[0]['step'] += 1\n        return\n",
+    ),
+    "random bits are of the place in the group": (
+        "fused_adam",
+        "FusedAdam._update",
+        "self._calls(i, first)",
+        "self._calls(i, 0)",
+    ),
+    "random bits are of the seed's low half": (
+        "fused_adam",
+        "FusedAdam._update",
+        "seed=self.rounding.seed",
+        "seed=self.rounding.seed & 0xFFFFFFFF",
+    ),
+    "a written weight is not noticed": ("step_table", "StepTable.was_written", "seen is None", "False"),
+    "a replaced address is not noticed": (
+        "step_table",
+        "StepTable.was_written",
+        "or seen.address != address_of(local)",
+        "",
+    ),
+    "state keeps the layout that the parameter had": (
+        "state_keeper",
+        "StateKeeper._fits",
+        "or not same_layout(local, target)",
+        "",
+    ),
+    "values are dropped where the form changes": (
+        "state_keeper",
+        "StateKeeper.follow",
+        "if old.tensor.shape == param.shape:",
+        "if False:",
+    ),
+    "remainders are read as numbers": (
+        "state_keeper",
+        "StateKeeper.carry",
+        "or (a.dtype is torch.int16) != (b.dtype is torch.int16)",
+        "",
+    ),
+    "the host's state does not follow": ("offload.host_keeper", "HostKeeper.follow", "if fits and", "if fits or"),
+    "the last of an offloaded group is not counted": (
+        "offload.adam_flow",
+        "AdamFlow.commit",
+        "for unit in self.started:",
+        "for unit in sorted(self.started)[:-1]:",
+    ),
+    "an offloaded master is not refreshed": (
+        "offload.element_ranges",
+        "ElementRanges._job",
+        "refresh=has_master and",
+        "refresh=False and",
+    ),
+    "a group's settings are not loaded": ("fused_adam", "FusedAdam._write", "update_group(group, loaded)", "pass"),
+}
+
+
+def planted(monkeypatch, module: str, path: str, old: str, new: str) -> None:
+    """Puts a method with `new` in place of `old` where the real one is."""
+    home = importlib.import_module(f"statestream.{module}")
+    owner_name, name = path.split(".")
+    owner = getattr(home, owner_name)
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert old in source, f"{path} has no {old!r}"
+    made: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + source.replace(old, new, 1), vars(home), made)
+    monkeypatch.setattr(owner, name, made[name])
+
+
+def fails(seed: int) -> bool:
+    try:
+        play(Program(seed))
+    except Exception:
+        return True
+    return False
+
+
+@pytest.mark.long  # two minutes
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_noticed(fault, monkeypatch):
+    planted(monkeypatch, *FAULTS[fault])
+    assert any(map(fails, range(MOST)))
