@@ -9,6 +9,10 @@ namespace {
 template <class From, class To>
 void convert_range(const typename From::Type *from, typename To::Type *to, int64_t begin, int64_t end) {
   int64_t i = begin;
+  for (; i + kPrefetched <= end; i += kPrefetched) {
+    prefetch_ahead(from + i);
+    for (int k = 0; k < kPrefetched; k += kWidth) To::store(to + i + k, From::load(from + i + k));
+  }
   for (; i + kWidth <= end; i += kWidth) To::store(to + i, From::load(from + i));
   if (i == end) return;
   typename From::Type in[kWidth] = {};
