@@ -216,7 +216,13 @@ class FusedAdam(torch.optim.Optimizer):
                 "give the parameters of each device a group of their own"
             )
         super().add_param_group(group)
-        added = self.param_groups[-1]
+        try:
+            self._take_settings(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _take_settings(self, added: dict[str, Any]) -> None:
         added["betas"] = tuple(added["betas"])  # a configuration's list is no value for a checkpoint
         # A tensor of its own: two groups that share one would take each other's schedule.
         if isinstance(added["lr"], Tensor):

@@ -194,15 +194,22 @@ class AdamFlow:
     def commit(self) -> None:
         """Counts the parameters that were updated, and says that they were written."""
         written: dict[Formats, Call] = {}
+        uncounted: BaseException | None = None
         for unit in self.started:
             job = self.jobs[unit]
             if unit not in self.lost:
-                job.counter.add_(1.0)
+                try:
+                    job.counter.add_(1.0)
+                except BaseException as error:
+                    self.owner.torn.append(job.name)
+                    uncounted = error
             call = written.setdefault(job.formats, Call(self.device.torch_device, job.formats))
             call.params.append(job.param)
             call.locals.append(job.local)
         for call in written.values():
             self.owner.inner._table.updated(call)
+        if uncounted is not None:
+            raise uncounted
 
 
 def _update(

@@ -71,11 +71,11 @@ def load_plain(units: WholeParameters | OnePass, state_dict: dict[str, Any]) -> 
         with named_in_errors(label):
             if states.get(key):
                 loads.append(_Load(param, _checked_state(units, states[key], param, saved, group, label)))
-    units.torn[:] = [names[id(load.param)] for load in loads]  # until all is written
     kept = [{k: g[k] for k in LOCAL_OPTIONS if k in g} for g in inner.param_groups]
     others = {k: v for k, v in states.items() if k not in pairs}
     with _without_load_hooks(inner):
         torch.optim.Optimizer.load_state_dict(inner, {"state": others, "param_groups": groups})
+    units.torn[:] = [names[id(load.param)] for load in loads]  # until all is written
     for group, options in zip(inner.param_groups, kept, strict=True):
         group.update(options)
     for load in loads:
@@ -149,7 +149,7 @@ def _checked(units: WholeParameters | OnePass, value: Any, name: str, param: Ten
     if is_fake(local) and not is_fake(local_of(param)):
         raise ValueError(f"{what}: a tensor on {local.device} without data in the state dict")
     if kind is None:
-        return value
+        return value if isinstance(units, OnePass) else value.detach().clone().cpu()
     if tuple(local.shape) != kind.shape:
         raise ValueError(f"{what}: local shape {tuple(local.shape)} in the state dict, {kind.shape} in the optimizer")
     if local.dtype is not kind.dtype and not (local.dtype in FLOATS and kind.dtype in FLOATS):
@@ -162,12 +162,10 @@ def _filled(units: WholeParameters | OnePass, load: _Load) -> dict[str, Any]:
     for name, value in load.state.items():
         if isinstance(value, _Local):
             state[name] = units.fill(load.param, name, value.local)
-        elif not isinstance(value, Tensor):
-            state[name] = value
-        elif isinstance(units, OnePass):
+        elif isinstance(value, Tensor) and isinstance(units, OnePass):
             state[name] = units.host_tensor(load.param, name, value)
         else:
-            state[name] = value.detach().clone().cpu()
+            state[name] = value
     return state
 
 
