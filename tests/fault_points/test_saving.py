@@ -42,7 +42,7 @@ def test_the_checkpoint_before_a_kill_loads_and_a_full_disk_is_an_error(tmp_path
     check(trials(tmp_path, seed=0, kills=1), 1)
 
 
-@pytest.mark.long  # three minutes
+@pytest.mark.long  # half a minute
 @pytest.mark.timeout(0)
 def test_forty_kills(tmp_path):
     found = trials(tmp_path, seed=1, kills=20)
