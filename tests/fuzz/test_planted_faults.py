@@ -20,7 +20,7 @@ FAULTS = {
     "a loaded master is not compared with the weight": (
         "fused_adam",
         "FusedAdam._load_param",
-        "self._table.forget(load.param)",
+        "self._table.watch.forget(load.param)",
         "pass",
     ),
     "gradient scale is forgotten": (
@@ -47,12 +47,17 @@ FAULTS = {
         "seed=self.rounding.seed",
         "seed=self.rounding.seed & 0xFFFFFFFF",
     ),
-    "a written weight is not noticed": ("step_table", "StepTable.was_written", "seen is None", "False"),
+    "a written weight is not noticed": (
+        "written",
+        "WriteWatch.written",
+        "if self._seen.get(id(param), never)[1] != look or None in look",
+        "if id(param) not in self._seen",
+    ),
     "a replaced address is not noticed": (
-        "step_table",
-        "StepTable.was_written",
-        "or seen.address != address_of(local)",
-        "",
+        "written",
+        "WriteWatch.written",
+        "[1] != look or",
+        "[1] is None or self._seen[id(param)][1][1:] != look[1:] or",
     ),
     "state keeps the layout that the parameter had": (
         "state_keeper",
