@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, chain
@@ -21,8 +20,7 @@ from statestream.arguments import (
     check_group_options,
     check_param,
 )
-from statestream.export import export_on_device, export_to_host, taken_by_export
-from statestream.foreign import as_state_dict
+from statestream.checkpointing import Checkpointing
 from statestream.interrupts import interrupts_held
 from statestream.kernels import AdamOptions
 from statestream.memory import MemoryReport, report_of
@@ -30,27 +28,16 @@ from statestream.moments import MASTER, STEP, StateFormat
 from statestream.promised_state import PromisedState
 from statestream.rounding import Rounding
 from statestream.scaling import count_on_device, device_scalars, scaling_of
-from statestream.sharding import local_share
-from statestream.state_dict import (
-    FORMAT_VERSION,
-    LoadPlan,
-    ParamLoad,
-    as_kept,
-    pack_groups,
-    plan_load,
-    take_apart,
-    update_group,
-)
+from statestream.state_dict import FORMAT_VERSION
 from statestream.state_keeper import StateKeeper
 from statestream.step_table import Call, StepTable
-from statestream.stored import Stored
-from statestream.tensors import is_dtensor, local_of
-from statestream.transfer import LEAST_STAGING_BYTES, Loader
+from statestream.tensors import local_of
+from statestream.transfer import LEAST_STAGING_BYTES
 
 __all__ = ["FusedAdam"]
 
 
-class FusedAdam(torch.optim.Optimizer):
+class FusedAdam(Checkpointing, torch.optim.Optimizer):
     """Adam and AdamW with small state, a fused step and a checkpoint export of bounded memory.
 
     A drop-in for ``torch.optim.AdamW`` and for Transformer Engine's ``FusedAdam``. The update is that of
@@ -102,9 +89,6 @@ class FusedAdam(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and leaves grads alone
     _stepped = False
-    _half_loaded = False
-    _exported: tuple[int | None, int | None] = (None, None)
-    """Device and host bytes that the last export took."""
 
     def __init__(
         self,
@@ -359,170 +343,6 @@ class FusedAdam(torch.optim.Optimizer):
                 local = local_of(param)
                 self._table.rederive(local, self._keeper.stored(param, MASTER, state[MASTER]))
                 self._table.watch.remember([param], [local])
-
-    # ---- checkpoints ----
-
-    @torch.no_grad()
-    def state_dict(self) -> dict[str, Any]:
-        """The state of every parameter that is trained or has been, moments and masters as float32.
-
-        With state_dict_cpu_offload a snapshot in host memory; without, tensors on the parameter's device,
-        those that are stored as float32 the live ones. DTensors stay DTensors, sharded as the parameter.
-        """
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
-        with interrupts_held():
-            state_dict = self._export()
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
-        return state_dict
-
-    def _export(self) -> dict[str, Any]:
-        self.check_whole()
-        groups, params = pack_groups(self.param_groups, snapshot=self.state_dict_cpu_offload)
-        self._complete_state()
-        index = {
-            id(p): i
-            for g, packed in zip(self.param_groups, groups, strict=True)
-            for p, i in zip(g["params"], packed["params"], strict=True)
-        }
-        kept = [param for param in params if param in self.state]
-        stored = [self._keeper.all_stored(param, self.state[param]) for param in kept]
-        if self.state_dict_cpu_offload:
-            exported, staging = export_to_host(stored, self.export_staging_bytes)
-        else:
-            exported, staging = export_on_device(stored), 0
-        self._exported = taken_by_export([self.state[param] for param in kept], exported, staging)
-        packed_state: dict[Any, Any] = {index[id(p)]: s for p, s in zip(kept, exported, strict=True)}
-        other = {k: v for k, v in self.state.items() if not isinstance(k, Tensor)}
-        packed_state.update(copy.deepcopy(other) if self.state_dict_cpu_offload else other)
-        return {"state": packed_state, "param_groups": groups}
-
-    def _complete_state(self) -> None:
-        """State of exactly the members: of parameters replaced since gone, of trained ones there, so that
-        every rank has the same keys."""
-        members = {id(p) for p in self._params()}
-        for key in [k for k in self.state if isinstance(k, Tensor) and id(k) not in members]:
-            del self.state[key]
-            self._keeper.forget(key)
-            self._table.watch.forget(key)
-        for param in self._params():
-            if param.requires_grad or param in self.state:
-                self._keeper.follow(param, self.state[param])
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads in place: the state keeps its dtypes, device and addresses, whatever the dict holds.
-
-        Takes dicts of FusedAdam, torch.optim.AdamW and Adam, and Transformer Engine's FusedAdam. A
-        parameter that the dict has no state for starts anew; a master that it lacks is made from the
-        parameter. What else a user keeps in a parameter's state is loaded where the optimizer has it too.
-
-        Raises:
-            ValueError: something does not fit, naming the parameter and the key. Nothing was changed (on
-                this rank: no other rank is asked).
-        """
-        state_dict = as_state_dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
-        try:
-            plan = plan_load(state_dict, self.param_groups, self.form, self.state)
-        except (ValueError, RuntimeError) as error:
-            kind = ValueError if isinstance(error, ValueError) else RuntimeError
-            raise kind(f"{error}; nothing was loaded on this rank") from error
-        with interrupts_held():
-            self._write(plan)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
-
-    def _write(self, plan: LoadPlan) -> None:
-        take_apart(plan.params, self.state)
-        with Loader(self.export_staging_bytes) as loader:
-            # All memory is taken before anything is written: where there is too little, nothing has changed.
-            copies = [copied for load in plan.params for copied in self._copies_of(load)]
-            for values, stored in copies:
-                loader.prepare(values, stored)
-            kept = [self._others_of(load) for load in plan.params]
-            self._half_loaded = True
-            for load, other in zip(plan.params, kept, strict=True):
-                self._load_param(load, other)
-            for values, stored in copies:
-                loader.copy(values, stored)
-        self.state.update(plan.other)
-        for group, loaded in zip(self.param_groups, plan.groups, strict=True):
-            update_group(group, loaded)
-        self._half_loaded = False
-
-    def check_whole(self) -> None:
-        """RuntimeError after a load that ended in an error in the middle."""
-        if self._half_loaded:
-            raise RuntimeError(
-                "an earlier load_state_dict ended in an error after it had begun to write; load a checkpoint again"
-            )
-
-    def _copies_of(self, load: ParamLoad) -> list[tuple[Tensor, Stored]]:
-        """What is to be copied where, into state that is there, and in its form."""
-        if load.values is None:
-            return []
-        state = self.state[load.param]
-        self._keeper.follow(load.param, state)
-        return [(values, self._keeper.stored(load.param, name, state[name])) for name, values in load.values.items()]
-
-    def _others_of(self, load: ParamLoad) -> dict[str, Any]:
-        """A user's own values, as they will be kept."""
-        return {name: as_kept(value, self.state[load.param][name]) for name, value in load.other.items()}
-
-    def _load_param(self, load: ParamLoad, other: dict[str, Any]) -> None:
-        """All but the copies."""
-        self._table.watch.forget(load.param)
-        if load.values is None:
-            self.state.pop(load.param, None)
-            self._keeper.forget(load.param)
-            return
-        state = self.state[load.param]
-        state[STEP].fill_(load.step)
-        state.update(other)
-        if MASTER in state and MASTER not in load.values:
-            self._keeper.reset_master(load.param, state)
-
-    @torch.no_grad()
-    def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
-        """A (local) state as FP32, remainders as int16: the live tensor where it is stored so, else a copy.
-
-        With `skip_unscale` also a state that is stored as bfloat16 is the live tensor.
-        """
-        state = self._state_named(param, state_name)
-        return state.local if skip_unscale and state.local.dtype is torch.bfloat16 else state.values()
-
-    @torch.no_grad()
-    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
-        """Writes FP32 values (int16 remainders) into a state, in place, rounding to how it is stored.
-
-        `unscaled_state` is shaped as the parameter; for a DTensor also as its local part, a plain tensor.
-        """
-        state = self._state_named(param, state_name)
-        wanted, values = state.exported, unscaled_state.detach()
-        if values.shape == param.shape and values.dtype is wanted:
-            values = local_share(values, param, state_name, "this parameter")
-        elif values.shape != state.local.shape or values.dtype is not wanted or is_dtensor(values):
-            raise ValueError(
-                f"{state_name}: expected {wanted} of shape {tuple(param.shape)}, found {values.dtype} "
-                f"of {tuple(values.shape)}"
-            )
-        with Loader(self.export_staging_bytes) as loader:
-            loader.copy(values, state)
-
-    def _state_named(self, param: Tensor, name: str) -> Stored:
-        state, kinds = self.state[param], self.form.dtypes(param)
-        if name not in kinds:
-            has = ", ".join(sorted(kinds))
-            raise ValueError(f"state_name: {name!r} is not a state of this parameter; it has {has}")
-        self._keeper.follow(param, state)
-        return self._keeper.stored(param, name, state[name])
 
     # ---- memory ----
 

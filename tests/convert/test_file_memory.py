@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers.bits import same_bits
 from helpers.command_line import command
+from helpers.interrupts import sigint_raises
 from statestream.convert import convert_file, convert_state_dict, scratch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -207,9 +208,10 @@ def test_whatever_stops_it_half_way_is_raised_and_leaves_nothing(tmp_path, name,
 def test_a_real_ctrl_c_is_one_line_and_leaves_nothing(tmp_path):
     adam_file(tmp_path / "ours.pt", 60, 4)
     args = [sys.executable, "-m", "statestream", "convert", "ours.pt", "new.pt", "--to", "statestream"]
-    started = subprocess.Popen(
-        [*args, "--masters", "float32"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    with sigint_raises():
+        started = subprocess.Popen(
+            [*args, "--masters", "float32"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
     while started.poll() is None and not (tmp_path / ".new.pt.part").exists():
         time.sleep(0.005)
     started.send_signal(signal.SIGINT)
