@@ -34,9 +34,11 @@ inline void check_address(int64_t row, const char *what, uint64_t address, int64
     throw std::invalid_argument(row_error(row, what, "runs past the end of the address space"));
 }
 
+// An empty buffer may be anywhere: nothing is read there.
 inline bool holds_words(const pybind11::buffer_info &buffer) {
   return buffer.itemsize == 8 && buffer.ndim == 1 && buffer.strides[0] == 8 && buffer.format.size() == 1 &&
-         std::string("qQlL").find(buffer.format) != std::string::npos && (uint64_t)buffer.ptr % 8 == 0;
+         std::string("qQlL").find(buffer.format) != std::string::npos &&
+         (!buffer.size || (uint64_t)buffer.ptr % 8 == 0);
 }
 
 // `rows` must outlive the table; it is eight int64 a row (tensor_table.h).

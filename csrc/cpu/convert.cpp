@@ -22,14 +22,6 @@ constexpr int64_t kPastCacheElements = 1 << 20;
 constexpr int64_t kScratchElements = 512;
 static_assert(kScratchElements % kScaleBlock == 0 && kChunkElements % kScratchElements == 0, "cuts fall on blocks");
 
-int64_t element_bytes(int32_t format) {
-  switch (format) {
-    case kFloat32: return 4;
-    case kScaledFloat8: return 1;
-    default: return 2;
-  }
-}
-
 // Calls convert(first element, elements, scratch) for parts of [begin, end), and copies what it left in `scratch` to
 // their places, elements of so many bytes.
 template <class Convert>
@@ -48,7 +40,7 @@ void past_cache(int64_t bytes, char *to, int64_t begin, int64_t end, const Conve
 void decode(const Form &form, int32_t format, const void *from, float *to, int64_t n, int threads, const float *scale,
             bool root) {
   const DecodeRange range = form.decode(format, root);
-  const int64_t bytes = element_bytes(format);
+  const int64_t bytes = format_bytes(format);
   over_chunks(n, threads, [&](int64_t begin, int64_t end) {
     if (n < kPastCacheElements) return range(from, scale, to, begin, end);
     past_cache(sizeof(float), (char *)to, begin, end, [&](int64_t first, int64_t count, void *scratch) {
@@ -61,7 +53,7 @@ void decode(const Form &form, int32_t format, const void *from, float *to, int64
 void encode(const Form &form, int32_t format, const float *from, void *to, int64_t n, int threads, float *scale,
             bool root) {
   const EncodeRange range = form.encode(format, root);
-  const int64_t bytes = element_bytes(format);
+  const int64_t bytes = format_bytes(format);
   over_chunks(n, threads, [&](int64_t begin, int64_t end) {
     if (n < kPastCacheElements) return range(from, to, scale, begin, end);
     past_cache(bytes, (char *)to, begin, end, [&](int64_t first, int64_t count, void *scratch) {
