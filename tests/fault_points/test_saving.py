@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1]
 
 
 def trials(folder: Path, seed: int, kills: int) -> list[dict]:
-    paths = [str(TESTS), str(TESTS.parent / "python"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "fault_points.saving", str(folder), str(seed), str(kills)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
