@@ -36,8 +36,9 @@ def play_all(seeds: Iterable[int]) -> None:
     torch.set_num_threads(1)  # torch's pool costs more than it brings on tensors this small
     try:
         for seed in seeds:
-            if _error_of(Program(seed)) is not None:
-                raise Failed(report(shrunk(Program(seed))))
+            error = _error_of(Program(seed))
+            if error is not None:
+                raise Failed(report(shrunk(Program(seed)), error))
     finally:
         torch.set_num_threads(threads)
 
@@ -46,7 +47,7 @@ def shrunk(program: Program) -> Program:
     """What still fails when no operation and no parameter can be left out of it. With the kind of error that the whole
     had: another is another fault."""
     kind = type(_error_of(program))
-    smaller = True
+    smaller = kind is not type(None)
     while smaller:
         smaller = False
         for number in reversed(program.kept_operations):
@@ -60,12 +61,15 @@ def shrunk(program: Program) -> Program:
     return program
 
 
-def report(program: Program) -> str:
+def report(program: Program, first: Exception) -> str:
+    """Of a program made smaller, and the error that it had when it was whole."""
     told: list[str] = []
     error = _error_of(program, told.append)
     world = World(program)
     params = [f"{key}: {p.dtype} {tuple(p.shape)}, strides {p.stride()}" for key, p in world.params.items()]
-    lines = traceback.format_exception(error) if error is not None else ["it does not fail when it is played again"]
+    lines = traceback.format_exception(error or first)
+    if error is None:
+        lines.append("it does not fail every time: not when it was played again")
     return "\n  ".join(
         [
             f"seed {program.seed} fails; play it again from the repository's root:",

@@ -7,7 +7,7 @@ import torch
 from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import Mode
 from helpers.training import build, gradient, train
-from statestream import FusedAdam
+from statestream import CPUOffloadOptimizer, FusedAdam
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -282,3 +282,22 @@ def test_writes_to_a_sharded_weight_are_followed(write, one_rank):
     with torch.no_grad():
         assert same_bits(weight.to_local(), values.to_local())
         assert same_bits(optimizer.state[weight]["master_param"].to_local(), values.to_local().float())
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_weight_that_moved_to_where_another_was_is_noticed(offload):
+    """As an allocator gives memory out again that was freed: a new tensor at the address that is remembered."""
+    room = bytearray(64)
+    param = torch.nn.Parameter(torch.frombuffer(room, dtype=torch.bfloat16))
+    optimizer = FusedAdam([param], lr=0.0, master_weights=True)
+    if offload:
+        optimizer = CPUOffloadOptimizer(optimizer)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    address, version = param.data_ptr(), param._version
+    param.data = torch.zeros_like(param.data)  # the storage that was over the room is gone
+    room[:] = torch.full((32,), 3.0, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
+    param.data = torch.frombuffer(room, dtype=torch.bfloat16)
+    assert (param.data_ptr(), param._version) == (address, version)
+    optimizer.step()
+    assert (param == 3.0).all()
