@@ -44,6 +44,7 @@ def installed_cuda(cuda_wheel, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long  # a minute; .ci/run has it
 def test_wheel_is_small_and_soon_built(sdist, bare_python, request):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     wheel = request.getfixturevalue("cuda_wheel")
