@@ -79,7 +79,9 @@ struct Group {
   TableFormats formats;
   std::vector<TensorRow> rows;
   std::vector<RowExtras> extras;
-  py::list params, locals;
+  py::list params;
+  bool has_shards = false;
+  py::list locals;  // of params, once one of them is a shard: until then they are their own
 };
 
 // Which objects of at most `count` came before, by identity.
@@ -160,9 +162,13 @@ class Gatherer {
     Group &group = group_for(p, f);
     group.rows.push_back({numel_of(p), address_of(p), address_of(g), address_of(m), address_of(v),
                           f.master == kNone ? 0 : address_of(master), address_of(step), 0});
-    group.extras.push_back(extras);
+    if (expected_.extras) group.extras.push_back(extras);
+    if (sharded && !group.has_shards) {
+      group.has_shards = true;
+      for (const py::handle whole : group.params) group.locals.append(whole);
+    }
+    if (group.has_shards) group.locals.append(local);
     group.params.append(param);
-    group.locals.append(local);
     return true;
   }
 
@@ -173,7 +179,8 @@ class Gatherer {
           g.device_type, g.device_index,
           py::make_tuple(g.formats.param, g.formats.grad, g.formats.exp_avg, g.formats.exp_avg_sq, g.formats.master),
           py::bytes((const char *)g.rows.data(), g.rows.size() * sizeof(TensorRow)),
-          py::bytes((const char *)g.extras.data(), g.extras.size() * sizeof(RowExtras)), g.params, g.locals));
+          py::bytes((const char *)g.extras.data(), g.extras.size() * sizeof(RowExtras)), g.params,
+          g.has_shards ? g.locals : g.params));
     return calls;
   }
 

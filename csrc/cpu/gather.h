@@ -11,6 +11,7 @@ struct ExpectedStates {
   int32_t exp_avg, exp_avg_sq;
   int32_t master;       // of a parameter that is not FP32, or kNone
   bool step_on_device;  // the counter lies beside the parameter, else on the CPU
+  bool extras;          // whether rows have some
 };
 
 // How Python's objects hold memory.

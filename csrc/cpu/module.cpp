@@ -145,15 +145,15 @@ PYBIND11_MODULE(_cpu, m) {
       "gather",
       [](const py::capsule &exchange, const py::list &params, const py::str &grad_name, const py::object &states,
          const py::tuple &plain_types, const py::object &sharded_type, const py::dict &scales, int32_t exp_avg,
-         int32_t exp_avg_sq, int32_t master, bool step_on_device, int64_t first_ordinal) {
+         int32_t exp_avg_sq, int32_t master, bool step_on_device, bool extras, int64_t first_ordinal) {
         if (!sharded_type.is_none() && !PyType_Check(sharded_type.ptr()))
           throw py::type_error("sharded_type: expected a class or None");
         auto *sharded = sharded_type.is_none() ? nullptr : (PyTypeObject *)sharded_type.ptr();
         return gather(exchange, params, grad_name, states, {plain_types, sharded, scales},
-                      {exp_avg, exp_avg_sq, master, step_on_device}, first_ordinal);
+                      {exp_avg, exp_avg_sq, master, step_on_device, extras}, first_ordinal);
       },
       py::arg("exchange"), py::arg("params"), py::arg("grad_name"), py::arg("states"), py::arg("plain_types"),
       py::kw_only(), py::arg("sharded_type"), py::arg("scales"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
-      py::arg("master"), py::arg("step_on_device"), py::arg("first_ordinal"),
+      py::arg("master"), py::arg("step_on_device"), py::arg("extras"), py::arg("first_ordinal"),
       "Rows of the parameters whose memory can be read at once; see gather.h.");
 }

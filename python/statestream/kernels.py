@@ -195,13 +195,14 @@ def gather(
     step_on_device: bool,
     scales: dict[Tensor, dict[str, Tensor]],
     sharded: bool,
+    extras: bool,
     first_ordinal: int,
 ) -> tuple[list[Gathered], list[int]]:
     """Rows of every parameter that is a contiguous tensor with a gradient and states to match.
 
     Returns the calls to make, and the indices of parameters with a gradient that need a closer look: other layouts,
-    subclasses, whatever is wrong, and unless `sharded` DTensors. `scales` are those of scaled states by name, and
-    `first_ordinal` is the number of params[0], for the extras.
+    subclasses, whatever is wrong, and unless `sharded` DTensors. With `extras` rows have some, for which `scales` are
+    those of scaled states by name, and `first_ordinal` is the number of params[0].
     Nothing is remembered between calls, so no change of a tensor can be missed. A parameter without
     gradient is passed over, one that is listed twice is taken once.
     """
@@ -222,12 +223,13 @@ def gather(
         exp_avg_sq=_STATE_CODES[exp_avg_sq],
         master=NONE if master is None else _STATE_CODES[master],
         step_on_device=step_on_device,
+        extras=extras,
         first_ordinal=first_ordinal,
     )
     calls = []
-    for device_type, index, formats, rows, extras, members, locals in found:
+    for device_type, index, formats, rows, more, members, locals in found:
         device = torch.device("cpu") if device_type == _DLPACK_CPU else torch.device("cuda", index)
-        calls.append(Gathered(device, Formats(*formats), array("q", rows), array("q", extras), members, locals))
+        calls.append(Gathered(device, Formats(*formats), array("q", rows), array("q", more), members, locals))
     return calls, left
 
 

@@ -84,6 +84,8 @@ class StepTable:
         """
         form = self.keeper.form
         calls: dict[Any, Call] = {}
+        # Where random bits hang on indices in the whole tensor, a shard's are looked at one by one.
+        needs_extras = form.has_scales or bool(self.rounding.flags)
         found, left = kernels.gather(
             params,
             grad_name,
@@ -93,8 +95,8 @@ class StepTable:
             master=form.master_dtype,
             step_on_device=form.step_on_device,
             scales=self.keeper.scales,
-            # Where random bits hang on indices in the whole tensor, a shard's are looked at one by one.
-            sharded=not (form.has_scales or self.rounding.flags),
+            sharded=not needs_extras,
+            extras=needs_extras,
             first_ordinal=first_ordinal,
         )
         for g in found:
@@ -147,6 +149,8 @@ class StepTable:
         runs = runs_for(formats, runs_of(param)) if needs_extras else ()
         in_rows = needs_extras and len(runs) != 1
         call = calls.setdefault((local.device, formats, in_rows), Call(local.device, formats, stochastic=stochastic))
+        if call.locals is call.params:  # as gather leaves whole parameters
+            call.locals = list(call.params)
         call.params.append(param)
         call.locals.append(local)
         call.keep.append(grad)
@@ -183,9 +187,10 @@ class StepTable:
         for param, master in call.quantized:
             requantize(local_of(param), master)
         torch.autograd.graph.increment_version(call.params)
-        torch.autograd.graph.increment_version(
-            [local for param, local in zip(call.params, call.locals, strict=True) if local is not param]
-        )
+        if call.locals is not call.params:
+            torch.autograd.graph.increment_version(
+                [local for param, local in zip(call.params, call.locals, strict=True) if local is not param]
+            )
         self.watch.remember(*_watched(call))
 
     @staticmethod

@@ -187,6 +187,7 @@ def gather_arguments() -> tuple[dict[str, Any], dict[str, Any]]:
         "exp_avg_sq": 1,
         "master": 0,
         "step_on_device": False,
+        "extras": True,
         "first_ordinal": 0,
     }
     bad = {
@@ -199,6 +200,7 @@ def gather_arguments() -> tuple[dict[str, Any], dict[str, Any]]:
         "scales": [None, 5, []],
         **dict.fromkeys(("exp_avg", "exp_avg_sq", "master"), NOT_INTEGERS),
         "step_on_device": [[], "", object()],
+        "extras": [[], "", object()],
         "first_ordinal": NOT_INTEGERS,
     }
     return good, bad

@@ -33,6 +33,7 @@ def gathered(stored: tuple[torch.dtype, ...], expected: tuple[torch.dtype, ...],
         step_on_device=False,
         scales={param: scales},
         sharded=True,
+        extras=True,
         first_ordinal=7,
     )
     return calls, left, (param, state, scales)

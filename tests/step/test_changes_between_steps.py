@@ -112,7 +112,9 @@ def test_what_was_exchanged_is_noticed(mode, exchange, place):
         wanted.grad = param.grad.clone()
     left = EXCHANGES[exchange](optimizer, params[1], PLACES[place])
     before = [memory(tensor) for tensor in left]
+    versions = [param._version for param in params]
     optimizer.step()
+    assert [param._version for param in params] == [version + 1 for version in versions], "autograd is told once"
     judge.step()
     for param, wanted in zip(params, judged, strict=True):
         assert same_bits(param, wanted)
