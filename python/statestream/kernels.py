@@ -174,7 +174,8 @@ def row(
 
 
 class Gathered(NamedTuple):
-    """Rows of one call, their extras (scales, and indices of whole tensors), the parameters and their local tensors."""
+    """Rows of one call, their extras (scales, and indices of whole tensors), the parameters and their local tensors:
+    the same list where none of them is sharded."""
 
     device: torch.device
     formats: Formats

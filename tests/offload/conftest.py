@@ -32,6 +32,14 @@ def make_params(dtype: torch.dtype | str = torch.float32, shapes=SHAPES, seed: i
     return [Parameter(torch.randn(s, generator=generator).to(dtypes[i % 2])) for i, s in enumerate(shapes)]
 
 
+def params_of_odd_layouts() -> list[Parameter]:
+    """channels_last, transposed, empty, and one that begins off its storage's start."""
+    generator = torch.Generator().manual_seed(3)
+    values = [torch.randn(shape, generator=generator) for shape in ((8, 3, 5, 5), (40, 30), (0,), (601,))]
+    weight, matrix, empty, vector = values
+    return [Parameter(v) for v in (weight.to(memory_format=torch.channels_last), matrix.t(), empty, vector[1:])]
+
+
 def set_grads(params, step: int, missing=()) -> None:
     generator = torch.Generator().manual_seed(1000 + step)
     for i, param in enumerate(params):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from statestream import CPUOffloadOptimizer
 
-from .conftest import assert_same_training, make_params, set_grads, train
+from .conftest import assert_same_training, make_params, params_of_odd_layouts, set_grads, train
 from .makers import OPTIMIZERS
 
 CHUNKS = {"smallest": 1, "one_matrix": 30_000, "middle": 60_000, "all": 1 << 30, "one_pass": None}
@@ -86,16 +86,7 @@ def test_groups_with_settings_of_their_own(name):
     "name", ["fused_adam_masters", "fused_adam_fp16_masters", "fused_adam_by_random_bits", "adamw"]
 )
 def test_layouts_that_are_not_contiguous(name):
-    def params():
-        torch.manual_seed(3)
-        return [
-            torch.nn.Parameter(torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last)),
-            torch.nn.Parameter(torch.randn(40, 30).t()),
-            torch.nn.Parameter(torch.randn(0)),
-            torch.nn.Parameter(torch.randn(601)[1:]),
-        ]
-
-    mine, reference = params(), params()
+    mine, reference = params_of_odd_layouts(), params_of_odd_layouts()
     plain, offloaded = OPTIMIZERS[name](reference), CPUOffloadOptimizer(OPTIMIZERS[name](mine), 2_000)
     for step in range(3):
         for optimizer, ps in ((plain, reference), (offloaded, mine)):

@@ -151,21 +151,23 @@ class Case:
         assert_same_training(self.params, self.optimizer, self.reference, self.plain)
 
 
+def judged(seed: int, on_device: bool) -> None:
+    case = Case(seed, on_device)
+    case.run()
+    case.judge()
+
+
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_every_schedule_gives_the_plain_optimizers_bits(first, on_device):
     for seed in range(first, first + 20):
-        case = Case(seed, on_device)
-        case.run()
-        case.judge()
+        judged(seed, on_device)
 
 
 @pytest.mark.long  # 10 minutes
 @pytest.mark.timeout(0)
 def test_three_thousand_schedules(on_device):
     for seed in range(3000):
-        case = Case(seed, on_device)
-        case.run()
-        case.judge()
+        judged(seed, on_device)
 
 
 def check_fault(seed: int, fail_at: int, on_device) -> bool:

@@ -14,7 +14,7 @@ from helpers.training import build, train
 from statestream import CPUOffloadOptimizer, FusedAdam, kernels
 from statestream.offload import host_side
 
-from .conftest import Beyond, Counting, assert_same_training, make_params, set_grads
+from .conftest import Beyond, Counting, assert_same_training, make_params, params_of_odd_layouts, set_grads
 from .conftest import train as train_params
 
 FRACTIONS = [0, 0.25, 0.5, 1, "auto"]
@@ -115,16 +115,7 @@ def test_weights_that_were_written_since_come_down_once_more(where):
 
 
 def test_layouts_that_are_not_contiguous(where):
-    def params():
-        torch.manual_seed(3)
-        return [
-            torch.nn.Parameter(torch.randn(8, 3, 5, 5).to(memory_format=torch.channels_last)),
-            torch.nn.Parameter(torch.randn(40, 30).t()),
-            torch.nn.Parameter(torch.randn(0)),
-            torch.nn.Parameter(torch.randn(601)[1:]),
-        ]
-
-    mine, reference = params(), params()
+    mine, reference = params_of_odd_layouts(), params_of_odd_layouts()
     plain = FusedAdam(reference, lr=0.1)
     shared = CPUOffloadOptimizer(FusedAdam(mine, lr=0.1), 2_000, cpu_fraction=0.7)
     train_params(plain, reference, range(3))

@@ -6,6 +6,7 @@ the rest. Each takes over the state of `inner`, has `adopt` for parameters that 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -20,7 +21,7 @@ from statestream.tensors import local_of
 __all__ = ["Units"]
 
 
-class Units:
+class Units(ABC):
     """`inner`'s state in a store, and the device that it is streamed to.
 
     `torn` names parameters that an error left updated in part, which only a device that refuses every further
@@ -43,9 +44,9 @@ class Units:
         """Something of so many bytes is on the device, and nothing else that was told here."""
         self.step_bytes = max(self.step_bytes or 0, nbytes)
 
+    @abstractmethod
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
         """Host memory for every trained parameter, and `existing` state moved there."""
-        raise NotImplementedError
 
     def drop(self, params: Iterable[Tensor]) -> None:
         """Gives back the memory of parameters that are in no group any more."""
@@ -53,11 +54,11 @@ class Units:
             self.inner.state.pop(param, None)
         self.store.keep(list(self.params()))
 
+    @abstractmethod
     def step(self, grad_scale: float) -> None:
         """One step of every parameter that has a gradient."""
-        raise NotImplementedError
 
-    def loaded(self) -> None:
+    def loaded(self) -> None:  # noqa: B027  most ways have nothing to do then
         """State and groups of a state dict are in their places."""
 
     def wait(self) -> None:
