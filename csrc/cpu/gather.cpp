@@ -205,6 +205,7 @@ class Gatherer {
       PyErr_Clear();  // no plain memory (meta, sparse, a conjugate view, ...)
       return false;
     }
+    if (numel_of(*out) && !address_of(*out)) return false;  // its memory was freed under it
     if (local) *local = std::move(plain);
     return true;
   }

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from statestream import kernels
 from statestream.arguments import check_grad_dtype, check_param
+from statestream.foreign import check_has_data
 from statestream.global_index import runs_of
 from statestream.kernels import Formats
 from statestream.moments import MASTER, MOMENTS, STEP
@@ -127,10 +128,14 @@ class StepTable:
         check_param(local, name)
         self.keeper.form.check(local, name)
         self.rounding.check(local, name)
+        if not is_quantized(local):
+            check_has_data(local, name)
         grad = self.checked_grad(param, local, grad, name)
         tensors = state[param]
         self.keeper.follow(param, tensors)
         stored = {key: self.keeper.stored(param, key, tensors[key]) for key in KINDS if key in tensors}
+        for key, kept in stored.items():
+            check_has_data(kept.local, f"{key} of {name}")
         exp_avg, exp_avg_sq = stored["exp_avg"].local, stored["exp_avg_sq"].local
         master = stored[MASTER].local if MASTER in stored else None
         target = local
@@ -213,6 +218,7 @@ class StepTable:
                     f"{name}: {what} of class {type(tensor).__name__} are not supported; use dense tensors"
                 )
         check_grad_dtype(grad, name)
+        check_has_data(grad, f"gradient of {name}")
         if grad.device != local.device or grad.shape != local.shape:
             raise ValueError(
                 f"{name}: local gradient {tuple(grad.shape)} on {grad.device}, local parameter "

@@ -325,3 +325,20 @@ def test_a_bad_number_of_threads_is_named(threads, monkeypatch):
     after = snapshot(optimizer)
     assert [name for name in differences(before, after) if name in before] == []
     assert all(state["step"].item() == 0 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("what", ["parameter 1 of group 0", "gradient of parameter 1", "exp_avg of parameter 1"])
+@pytest.mark.parametrize("masters", [False, True])
+def test_memory_that_was_freed_under_a_tensor_is_an_error_that_names_it(what, masters):
+    params = [torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = FusedAdam(params, lr=0.1, master_weights=masters)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    freed = {"p": params[1], "g": params[1].grad, "e": optimizer.state[params[1]]["exp_avg"]}[what[0]]
+    freed.untyped_storage().resize_(0)
+    before = params[0].detach().clone()
+    with pytest.raises(ValueError, match=rf"{what}.*: (600|1200) bytes are wanted .* its memory has 0"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    assert optimizer.state[params[0]]["step"] == 1
