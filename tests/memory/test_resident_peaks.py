@@ -1,0 +1,82 @@
+"""The tests' own measure of peaks (helpers.memory) on a system that takes pages away while it looks."""
+
+import mmap
+import sys
+
+import pytest
+import torch
+from helpers.memory import peak_extra_bytes
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="resident bytes are read as Linux has them"
+)
+
+MIB = 1 << 20
+NEED = 16 * MIB
+
+
+def passing() -> None:
+    """Takes 16 MiB, and holds none of it when it ends."""
+    torch.ones(NEED, dtype=torch.uint8)
+
+
+@pytest.fixture
+def file_pages(tmp_path):
+    """24 MiB of a file, resident in this process."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(24 * MIB))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
+        sum(pages[:: mmap.PAGESIZE])
+        yield pages
+
+
+def test_a_peak_is_what_the_work_takes_passing_or_kept():
+    assert NEED <= peak_extra_bytes(passing) <= NEED + MIB
+    assert NEED <= peak_extra_bytes(lambda: torch.ones(NEED, dtype=torch.uint8)) <= NEED + MIB
+    assert 0 <= peak_extra_bytes(lambda: None) <= MIB
+
+
+def work_that_loses_file_pages(pages, times):
+    """`passing`, during which 2 MiB (what may be mapped as one) of these pages go, the first so many times it runs."""
+    runs = []
+
+    def work():
+        if len(runs) < times:
+            pages.madvise(mmap.MADV_DONTNEED, len(runs) * 2 * MIB, 2 * MIB)
+        runs.append(None)
+        passing()
+
+    return work
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_pages_of_files_that_go_during_the_work_hide_nothing(file_pages, times):
+    assert NEED <= peak_extra_bytes(work_that_loses_file_pages(file_pages, times)) <= NEED + MIB // 2
+
+
+def test_where_pages_always_go_there_is_no_figure(file_pages):
+    with pytest.raises(RuntimeError, match="pages were taken away"):
+        peak_extra_bytes(work_that_loses_file_pages(file_pages, 12))
+
+
+def test_pages_of_files_that_come_during_the_work_are_not_its_own(file_pages):
+    file_pages.madvise(mmap.MADV_DONTNEED)
+    assert NEED <= peak_extra_bytes(lambda: (sum(file_pages[:: mmap.PAGESIZE]), passing())) <= NEED + MIB
+
+
+def test_memory_that_others_free_during_the_work_hides_nothing():
+    others = [torch.ones(24 * MIB, dtype=torch.uint8)]
+
+    def work():
+        others.clear()
+        passing()
+
+    assert NEED <= peak_extra_bytes(work) <= NEED + MIB
+
+
+def test_freed_memory_between_what_lives_hides_nothing():
+    blocks = [bytearray(100_000) for _ in range(2 * NEED // 100_000)]
+    del blocks[::2]
+    extra = peak_extra_bytes(lambda: [bytearray(b"x" * 90_000) for _ in range(NEED // 90_000)])
+    assert extra >= NEED * 0.9
+    assert blocks
