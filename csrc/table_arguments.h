@@ -25,12 +25,15 @@ inline std::string row_error(int64_t i, const char *what, const std::string &why
 // Five-level page tables end here. It bounds a tensor's bytes and not its address, which may carry a tag on top.
 constexpr uint64_t kAddressSpaceBytes = (uint64_t)1 << 57;
 
+// `bytes` an element: a power of two, or 0 of what is not there.
 inline void check_address(int64_t row, const char *what, uint64_t address, int64_t numel, int64_t bytes) {
   if (!bytes || !numel) return;
   if (!address) throw std::invalid_argument(row_error(row, what, "is a null address"));
-  if (address % (uint64_t)bytes)
+  if (address & (uint64_t)(bytes - 1))
     throw std::invalid_argument(row_error(row, what, "is not aligned to its " + std::to_string(bytes) + " bytes"));
-  if ((uint64_t)numel > std::min(kAddressSpaceBytes, UINT64_MAX - address) / (uint64_t)bytes)
+  // The first comparison keeps the product of the second from overflowing.
+  if ((uint64_t)numel > kAddressSpaceBytes ||
+      (uint64_t)numel * (uint64_t)bytes > std::min(kAddressSpaceBytes, UINT64_MAX - address))
     throw std::invalid_argument(row_error(row, what, "runs past the end of the address space"));
 }
 

@@ -109,6 +109,55 @@ class SeenObjects {
   std::vector<PyObject *> table_;
 };
 
+// A mapping's states, parameter by parameter. A tensor's hash is a call into Python; but states are made in the
+// parameters' order, so that the next one in a dictionary mostly is the one that is asked for, and nothing is hashed.
+class States {
+ public:
+  // `first`: how many parameters are before those that are asked for.
+  States(const py::object &mapping, int64_t first)
+      : mapping_(mapping),
+        in_order_(PyDict_Check(mapping.ptr()) &&
+                  py::type::of(mapping).attr("__getitem__").is(py::type::of(py::dict()).attr("__getitem__"))),
+        place_((Py_ssize_t)std::max<int64_t>(first, 0)) {}
+
+  // As mapping[param].
+  py::object of(PyObject *param) {
+    if (PyObject *state = next_if_of(param)) return py::reinterpret_borrow<py::object>(state);
+    py::object state = py::reinterpret_steal<py::object>(PyObject_GetItem(mapping_.ptr(), param));
+    if (!state) throw py::error_already_set();
+    return state;
+  }
+
+  // A parameter that needs none: those of its followers are looked for behind its own.
+  void pass(PyObject *param) { next_if_of(param); }
+
+ private:
+  // Other keys may lie between.
+  static constexpr int kLookAhead = 4;
+
+  PyObject *next_if_of(PyObject *param) {
+    if (!in_order_) return nullptr;
+    PyObject *key, *state;
+    Py_ssize_t place = place_;
+    for (int i = 0; i < kLookAhead && PyDict_Next(mapping_.ptr(), &place, &key, &state); ++i)
+      if (key == param) {
+        place_ = place;
+        return state;
+      }
+    return nullptr;
+  }
+
+  const py::object &mapping_;
+  const bool in_order_;
+  Py_ssize_t place_;
+};
+
+py::str interned(const char *name) {
+  py::str string = py::reinterpret_steal<py::str>(PyUnicode_InternFromString(name));
+  if (!string) throw py::error_already_set();
+  return string;
+}
+
 py::object attribute(PyObject *object, const py::str &name) {
   py::object value = py::reinterpret_steal<py::object>(PyObject_GetAttr(object, name.ptr()));
   if (!value) throw py::error_already_set();
@@ -264,9 +313,11 @@ class Gatherer {
   const DlExchangeApi *api_;
   const TensorTypes &types_;
   const ExpectedStates &expected_;
-  const py::str exp_avg_{"exp_avg"}, exp_avg_sq_{"exp_avg_sq"}, master_{"master_param"}, step_{"step"};
-  const py::str local_tensor_{"_local_tensor"}, spec_{"_spec"}, mesh_{"mesh"}, placements_{"placements"},
-      shape_{"shape"};
+  // Interned, as Python's own literals are: a dictionary then compares addresses.
+  const py::str exp_avg_ = interned("exp_avg"), exp_avg_sq_ = interned("exp_avg_sq"),
+                master_ = interned("master_param"), step_ = interned("step");
+  const py::str local_tensor_ = interned("_local_tensor"), spec_ = interned("_spec"), mesh_ = interned("mesh"),
+                placements_ = interned("placements"), shape_ = interned("shape");
   std::vector<Group> groups_;
 };
 
@@ -282,6 +333,7 @@ py::tuple gather(const py::capsule &exchange, const py::list &params, const py::
   Gatherer gatherer(api, types, expected);
   const auto count = (Py_ssize_t)params.size();
   SeenObjects taken(count);
+  States in_order(states, first_ordinal);
   py::list left;
   // Held and counted anew: reading a gradient or a state may run Python code, which may change the list.
   for (Py_ssize_t i = 0; i < count && i < (Py_ssize_t)params.size(); ++i) {
@@ -290,16 +342,13 @@ py::tuple gather(const py::capsule &exchange, const py::list &params, const py::
     if (!grad) {
       if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
       PyErr_Clear();
+    }
+    if (!grad || grad.is_none()) {
+      in_order.pass(param.ptr());
       continue;
     }
-    if (grad.is_none() || !taken.insert(param.ptr())) continue;
-    bool done = false;
-    if (usable) {
-      const auto state = py::reinterpret_steal<py::object>(PyObject_GetItem(states.ptr(), param.ptr()));
-      if (!state) throw py::error_already_set();
-      done = gatherer.take(param, grad, state, first_ordinal + i);
-    }
-    if (!done) left.append(i);
+    if (!taken.insert(param.ptr())) continue;
+    if (!usable || !gatherer.take(param, grad, in_order.of(param.ptr()), first_ordinal + i)) left.append(i);
   }
   return py::make_tuple(gatherer.calls(), left);
 }

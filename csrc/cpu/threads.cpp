@@ -23,14 +23,14 @@ class Pool {
       work_ = &work;
       tasks_ = tasks;
       next_.store(0, std::memory_order_relaxed);
-      wanted_ = running_ = threads - 1;
+      wanted_ = threads - 1;
       ++round_;
     }
     wake_.notify_all();
     take_tasks();
     std::unique_lock<std::mutex> lock(mutex_);
+    work_ = nullptr;  // a worker that wakes only now finds nothing to do, and is not waited for
     finished_.wait(lock, [&] { return running_ == 0; });
-    work_ = nullptr;
   }
 
  private:
@@ -54,7 +54,8 @@ class Pool {
     for (;;) {
       wake_.wait(lock, [&] { return round_ != seen; });
       seen = round_;
-      if (index >= wanted_) continue;
+      if (!work_ || index >= wanted_) continue;
+      ++running_;
       lock.unlock();
       take_tasks();
       lock.lock();
