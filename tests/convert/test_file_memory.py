@@ -205,16 +205,26 @@ def test_whatever_stops_it_half_way_is_raised_and_leaves_nothing(tmp_path, name,
     assert contents(tmp_path) == before and not list(tmp_path.glob("*new*")) and not list(tmp_path.glob(".*"))
 
 
-def test_a_real_ctrl_c_is_one_line_and_leaves_nothing(tmp_path):
-    adam_file(tmp_path / "ours.pt", 60, 4)
+def interrupted_once_it_writes(folder: Path) -> tuple[int, str, str]:
+    """Exit status and output of a conversion that gets Ctrl-C as soon as its target has a part."""
     args = [sys.executable, "-m", "statestream", "convert", "ours.pt", "new.pt", "--to", "statestream"]
     with sigint_raises():
         started = subprocess.Popen(
-            [*args, "--masters", "float32"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*args, "--masters", "float32"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-    while started.poll() is None and not (tmp_path / ".new.pt.part").exists():
+    while started.poll() is None and not (folder / ".new.pt.part").exists():
         time.sleep(0.005)
     started.send_signal(signal.SIGINT)
     out, err = started.communicate(timeout=60)
-    assert (started.returncode, out, err) == (130, "", "statestream: interrupted\n")
+    return started.returncode, out, err
+
+
+def test_a_real_ctrl_c_is_one_line_and_leaves_nothing(tmp_path):
+    adam_file(tmp_path / "ours.pt", 60, 4)
+    for _ in range(5):
+        found = interrupted_once_it_writes(tmp_path)
+        if found[0] != 0:
+            break
+        (tmp_path / "new.pt").unlink()  # on a busy machine it was done before the signal came
+    assert found == (130, "", "statestream: interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["ours.pt"]

@@ -8,16 +8,14 @@ how far resident bytes grow from the fourth save to the last instead.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.memory import own_resident_bytes, peak_extra_bytes, settle
 from statestream import FusedAdam
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -27,31 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def resident(field: str = "VmRSS") -> int:
-    """Bytes; VmHWM is the peak since it was last reset."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status")
-
-
-def settle() -> None:
-    """Gives freed memory back to the system, so that it is not taken for memory in use."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def extra_peak(run: Callable[[], object]) -> int:
-    """The most resident bytes while `run` runs and its result is held, over those before."""
-    settle()
-    before = resident()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    result = run()
-    extra = resident("VmHWM") - before
-    del result
-    return extra
 
 
 class Job:
@@ -104,7 +77,7 @@ def main() -> None:
             job.async_save()
             job.save()  # by then the writer of the one before has let go of its copy
             settle()
-            sizes.append(resident())
+            sizes.append(own_resident_bytes())
         found["grown"] = sizes[-1] - max(sizes[:2])
     else:
         for name, run in (
@@ -113,7 +86,7 @@ def main() -> None:
             ("load", job.load),
             ("async_save", job.async_save),  # last: torch keeps its staged copy until the next
         ):
-            found[name] = extra_peak(run)
+            found[name] = peak_extra_bytes(run)
     print(json.dumps(found))
     torch.distributed.destroy_process_group()
 

@@ -21,11 +21,12 @@ FORMULAS = {"state_dict": (1, 0), "save": (1, 0), "async_save": (2, 0), "load": 
 
 def measure(folder: Path, elements: int, params: int, saves: int = 0) -> dict[str, int]:
     script = Path(__file__).with_name("host_memory.py")
+    path = os.pathsep.join(filter(None, [str(script.parents[1]), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(script), str(folder), str(elements), str(params), str(saves)],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

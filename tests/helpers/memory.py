@@ -28,12 +28,10 @@ def peak_extra_bytes(work: Callable[[], object]) -> int:
     Skips where the system cannot reset its peak counter; RuntimeError where no measurement was undisturbed.
     """
     for _ in range(MEASUREMENTS):
+        _start_the_peak_anew()  # first, to skip where nothing below is there either
         settle()
         before = _Resident.now()
-        try:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-        except OSError:
-            pytest.skip("this system does not reset the peak of resident memory")
+        _start_the_peak_anew()
         result = work()
         peak = _status("VmHWM")
         del result
@@ -71,6 +69,13 @@ class _Resident:
             and self.swapped - before.swapped <= SLACK
             and before.own - self.own <= SLACK
         )
+
+
+def _start_the_peak_anew() -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("this system does not reset the peak of resident memory")
 
 
 def _status(key: str) -> int:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(
 
 MIB = 1 << 20
 NEED = 16 * MIB
+NEAR = pytest.approx(NEED, abs=MIB)
 
 
 def passing() -> None:
@@ -31,9 +32,9 @@ def file_pages(tmp_path):
 
 
 def test_a_peak_is_what_the_work_takes_passing_or_kept():
-    assert NEED <= peak_extra_bytes(passing) <= NEED + MIB
-    assert NEED <= peak_extra_bytes(lambda: torch.ones(NEED, dtype=torch.uint8)) <= NEED + MIB
-    assert 0 <= peak_extra_bytes(lambda: None) <= MIB
+    assert peak_extra_bytes(passing) == NEAR
+    assert peak_extra_bytes(lambda: torch.ones(NEED, dtype=torch.uint8)) == NEAR
+    assert peak_extra_bytes(lambda: None) == pytest.approx(0, abs=MIB)
 
 
 def work_that_loses_file_pages(pages, times):
@@ -51,7 +52,7 @@ def work_that_loses_file_pages(pages, times):
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_pages_of_files_that_go_during_the_work_hide_nothing(file_pages, times):
-    assert NEED <= peak_extra_bytes(work_that_loses_file_pages(file_pages, times)) <= NEED + MIB // 2
+    assert peak_extra_bytes(work_that_loses_file_pages(file_pages, times)) == NEAR
 
 
 def test_where_pages_always_go_there_is_no_figure(file_pages):
@@ -61,7 +62,7 @@ def test_where_pages_always_go_there_is_no_figure(file_pages):
 
 def test_pages_of_files_that_come_during_the_work_are_not_its_own(file_pages):
     file_pages.madvise(mmap.MADV_DONTNEED)
-    assert NEED <= peak_extra_bytes(lambda: (sum(file_pages[:: mmap.PAGESIZE]), passing())) <= NEED + MIB
+    assert peak_extra_bytes(lambda: (sum(file_pages[:: mmap.PAGESIZE]), passing())) == NEAR
 
 
 def test_memory_that_others_free_during_the_work_hides_nothing():
@@ -71,7 +72,7 @@ def test_memory_that_others_free_during_the_work_hides_nothing():
         others.clear()
         passing()
 
-    assert NEED <= peak_extra_bytes(work) <= NEED + MIB
+    assert peak_extra_bytes(work) == NEAR
 
 
 def test_freed_memory_between_what_lives_hides_nothing():

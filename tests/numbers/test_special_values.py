@@ -49,15 +49,14 @@ def test_zeros_are_not_slow(form):
     usual = State.of(random_values(n, seed=2), ALL_F32)
     zeros = State.of(Values(*(torch.zeros(n) for _ in range(4))), ALL_F32)
 
-    def best_time(state: State) -> float:
-        times = []
-        for _ in range(15):
-            began = time.perf_counter()
-            update(state, ALL_F32)
-            times.append(time.perf_counter() - began)
-        return min(times)
+    def time_of(state: State) -> float:
+        began = time.perf_counter()
+        update(state, ALL_F32)
+        return time.perf_counter() - began
 
-    assert best_time(zeros) < 3 * best_time(usual)
+    # By turns, so that a machine that is busy for a while is so for both.
+    times = [(time_of(zeros), time_of(usual)) for _ in range(30)]
+    assert min(zero for zero, _ in times) < 3 * min(other for _, other in times)
 
 
 @pytest.mark.parametrize("dtypes", ALL_DTYPES[::3], ids=str)

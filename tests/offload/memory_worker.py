@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import psutil
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.memory import own_resident_bytes
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload import optimizer as optimizer_module
 from statestream.offload.adam_host import SLOT_BYTES
@@ -25,9 +25,9 @@ CASES = {
 }
 
 
-def rss() -> int:
+def resident() -> int:
     gc.collect()
-    return psutil.Process().memory_info().rss
+    return own_resident_bytes()
 
 
 @contextmanager
@@ -50,18 +50,18 @@ def shared(sizes: list[int], dtype: torch.dtype) -> dict[str, int]:
     params = [torch.nn.Parameter(torch.ones(n, dtype=dtype)) for n in sizes]
     for p in params:
         p.grad = torch.ones_like(p)
-    base = rss()
+    base = resident()
     inner = FusedAdam(params, master_weights=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     optimizer = CPUOffloadOptimizer(inner, cpu_fraction=1)
     for _ in range(2):
         optimizer.step()
-    return {"steady": rss() - base, "staging": optimizer.plan.staging_bytes, "slots": 3 * SLOT_BYTES}
+    return {"steady": resident() - base, "staging": optimizer.plan.staging_bytes, "slots": 3 * SLOT_BYTES}
 
 
 def offloaded(n: int, dtype: torch.dtype) -> dict[str, int]:
     """Bytes beyond those at the start, with gradients that backward offloads: once they are there, and after a step."""
     param = torch.nn.Parameter(torch.ones(n, dtype=dtype))
-    base = rss()
+    base = resident()
     inner = FusedAdam([param], master_weights=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     optimizer = CPUOffloadOptimizer(inner, cpu_fraction=1, offload_gradients=True)
     found = {}
@@ -69,9 +69,9 @@ def offloaded(n: int, dtype: torch.dtype) -> dict[str, int]:
         for _ in range(2):
             param.sum().backward()
         optimizer.clip_grad_norm_(1.0)
-        found["after_backward"] = rss() - base
+        found["after_backward"] = resident() - base
         optimizer.step()
-        found["after_step"] = rss() - base
+        found["after_step"] = resident() - base
     found["staging"] = optimizer.plan.staging_bytes
     return found
 
@@ -81,22 +81,22 @@ def life(make: Callable, sizes: list[int], snapshot: bool) -> dict[str, int]:
     params = [torch.nn.Parameter(torch.ones(n)) for n in sizes]
     for p in params:
         p.grad = torch.ones_like(p)
-    base = rss()
+    base = resident()
     optimizer = CPUOffloadOptimizer(make(params), 3 * MiB, state_dict_snapshot=snapshot)
     optimizer.step()
-    found = {"host_state_bytes": optimizer.host_state_bytes, "steady": rss() - base}
+    found = {"host_state_bytes": optimizer.host_state_bytes, "steady": resident() - base}
     saved = optimizer.state_dict()
-    found["saving"] = rss() - base
+    found["saving"] = resident() - base
     optimizer.load_state_dict(saved)
-    found["loading"] = rss() - base
+    found["loading"] = resident() - base
     if snapshot:
         with saving_async(saved):
-            found["async_saving"] = rss() - base
-        found["async_saved"] = rss() - base
+            found["async_saving"] = resident() - base
+        found["async_saved"] = resident() - base
     del saved
-    found["after"] = rss() - base
+    found["after"] = resident() - base
     del optimizer
-    found["gone"] = rss() - base
+    found["gone"] = resident() - base
     return found
 
 

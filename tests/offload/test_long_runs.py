@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.bits import differences, snapshot
+from helpers.memory import own_resident_bytes, settle
 from helpers.modes import BF16, FP8, FP16, FP32, Mode
 from helpers.training import build, gradient
 from statestream import CPUOffloadOptimizer
@@ -33,14 +33,12 @@ OBJECT_LIMIT = 200
 
 def held(pinning: Pinning) -> dict[str, int]:
     """What this process holds, by kind, once all that is garbage is gone."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    settle()
     objects = gc.get_objects()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "tensors": sum(issubclass(type(o), Tensor) for o in objects),
         "objects": len(objects),
-        "resident bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "resident bytes": own_resident_bytes(),
         "pinned blocks": len(pinning.pinned),
         "pinned bytes": sum(pinning.pinned.values()),
         "file descriptors": len(os.listdir("/proc/self/fd")),
@@ -95,7 +93,7 @@ def run(mode: Mode, steps: int, saves: int, tmp_path: Path, on_device: Any, **ho
     return found
 
 
-linux = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+linux = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 
 
 @linux

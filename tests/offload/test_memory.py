@@ -172,7 +172,14 @@ def test_a_view_has_the_shape_and_strides_of_its_parameter():
 @pytest.fixture(scope="module")
 def lives():
     worker = Path(__file__).with_name("memory_worker.py")
-    run = subprocess.run([sys.executable, str(worker)], capture_output=True, text=True, timeout=280)
+    path = os.pathsep.join(filter(None, [str(worker.parents[1]), os.environ.get("PYTHONPATH")]))
+    run = subprocess.run(
+        [sys.executable, str(worker)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"PYTHONPATH": path},
+    )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 

@@ -176,14 +176,17 @@ def test_the_gil_is_free_while_the_host_computes(on_device):
             counted[0] += 1
             time.sleep(0)
 
+    def counts_a_second():
+        began, at = time.perf_counter(), counted[0]
+        optimizer.step()
+        return (counted[0] - at) / (time.perf_counter() - began)
+
     counter = threading.Thread(target=count)
     counter.start()
-    began, at = time.perf_counter(), counted[0]
-    optimizer.step()
-    took, during = time.perf_counter() - began, counted[0] - at
+    rates = [counts_a_second() for _ in range(10)]
     over.set()
     counter.join()
-    assert during > 1000 * took, f"{during} counts in {took:.3f} s"
+    assert max(rates) > 1000, rates  # in one of them: others of the machine may take a processor for a whole step
 
 
 def test_no_thread_is_left_after_a_step_and_the_optimizer_can_go(where):

@@ -13,7 +13,7 @@ from pathlib import Path
 import statestream
 import torch
 import torch.distributed.checkpoint as dcp
-from distributed.host_memory import extra_peak, resident, settle
+from helpers.memory import own_resident_bytes, peak_extra_bytes, settle
 from statestream import CPUOffloadOptimizer, FusedAdam
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -56,16 +56,16 @@ def main(folder: Path, chunk: int, stored: str) -> None:
     load(folder / "warm", *warm)
     model = torch.nn.ParameterDict()
     settle()
-    before = resident()
+    before = own_resident_bytes()
     model, optimizer = build(5 << 18, 32, chunk, stored)
     settle()
-    found = {"kept": resident() - before}
-    found["export"] = extra_peak(lambda: export(model, optimizer))
+    found = {"kept": own_resident_bytes() - before}
+    found["export"] = peak_extra_bytes(lambda: export(model, optimizer))
     whole = {"model": get_model_state_dict(model), **export(model, optimizer)}
     dcp.save(whole, checkpoint_id=folder / "saved", no_dist=True)
     del whole
     found["on disk"] = sum(file.stat().st_size for file in (folder / "saved").rglob("*") if file.is_file())
-    found["load"] = extra_peak(lambda: load(folder / "saved", model, optimizer))
+    found["load"] = peak_extra_bytes(lambda: load(folder / "saved", model, optimizer))
     plan = statestream.plan(model, optimizer).as_dict()
     print(json.dumps({"found": found, "plan": plan}))
 
