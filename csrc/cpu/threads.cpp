@@ -27,7 +27,7 @@ class Pool {
       ++round_;
     }
     wake_.notify_all();
-    take_tasks();
+    take_tasks(work, tasks);
     std::unique_lock<std::mutex> lock(mutex_);
     work_ = nullptr;  // a worker that wakes only now finds nothing to do, and is not waited for
     finished_.wait(lock, [&] { return running_ == 0; });
@@ -43,9 +43,9 @@ class Pool {
     return started_ < wanted ? started_ : wanted;
   }
 
-  void take_tasks() {
+  void take_tasks(const std::function<void(int64_t)> &work, int64_t tasks) {
     DefaultFloatingPoint environment;
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) (*work_)(i);
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks;) work(i);
   }
 
   void serve(int index) {
@@ -56,8 +56,10 @@ class Pool {
       seen = round_;
       if (!work_ || index >= wanted_) continue;
       ++running_;
+      const std::function<void(int64_t)> &work = *work_;
+      const int64_t tasks = tasks_;
       lock.unlock();
-      take_tasks();
+      take_tasks(work, tasks);
       lock.lock();
       if (--running_ == 0) finished_.notify_one();
     }
