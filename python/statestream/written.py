@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -14,64 +15,112 @@ from statestream.tensors import address_of, copy_version
 
 __all__ = ["WriteWatch"]
 
-_Look = tuple[int, int | None, int | None]
-"""Address, version, version of the local tensor; None where autograd does not count (inference mode)."""
-
 _version = attrgetter("_version")
 _PLAIN = {Tensor, Parameter}
 
 
-@dataclass(frozen=True, slots=True)
+class _Looks(NamedTuple):
+    """Of several parameters; versions are None where autograd does not count (inference mode)."""
+
+    ids: list[int]
+    addresses: list[int]
+    versions: list[int | None]
+    local_versions: list[int | None]
+
+
+@dataclass(slots=True)
 class _Seen:
-    param: Tensor
-    """Held, so that its id stays its own."""
-    look: _Look
-    memory: StorageWeakRef | None
-    """None where there is none. While it is not expired, its address is no one else's."""
+    """How parameters that were stepped together looked."""
+
+    params: list[Tensor]
+    """Held, so that their ids stay their own."""
+    looks: _Looks
+    memories: list[StorageWeakRef | None]
+    """None where there is none. While one is not expired, its address is no one else's."""
+    whole: bool = True
+    """Whether none of them was seen later, with others."""
+
+    def still_holds_of_all(self, looks: _Looks) -> bool:
+        return looks == self.looks and None not in looks.versions and None not in looks.local_versions
+
+    def still_holds_of(self, place: int, looks: _Looks, other_place: int) -> bool:
+        seen = tuple(of[place] for of in self.looks)
+        return (
+            seen == tuple(of[other_place] for of in looks) and None not in seen and not _is_gone(self.memories[place])
+        )
+
+    def any_is_gone(self) -> bool:
+        return any(map(StorageWeakRef.expired, filter(None, self.memories)))
 
 
 class WriteWatch:
     """Remembers how parameters looked. Writes through `.data` into the same memory leave no trace and are not
-    noticed."""
+    noticed.
+
+    Parameters are mostly stepped with the same others as before, and were not written: then whole lists are compared.
+    """
 
     def __init__(self):
-        self._seen: dict[int, _Seen] = {}
+        self._places: dict[int, tuple[_Seen, int]] = {}
+        """Of each parameter, by id: with which others it was last seen, and where among them."""
 
     def remember(self, params: Sequence[Tensor], locals: Sequence[Tensor]) -> None:
         """How the parameters, of which these are the local tensors, look now."""
-        for param, local, look in zip(params, locals, _looks(params, locals), strict=True):
-            seen = self._seen.get(id(param))
-            if seen is not None and seen.look[0] == look[0] and not _is_gone(seen):
-                memory = seen.memory
-            else:
-                memory = StorageWeakRef(local.untyped_storage()) if look[0] else None
-            self._seen[id(param)] = _Seen(param, look, memory)
+        if not params:
+            return
+        looks = _looks(params, locals)
+        seen = self._seen_with(looks)
+        if seen is not None and seen.looks.addresses == looks.addresses and not seen.any_is_gone():
+            seen.looks = looks
+            return
+        memories = [
+            StorageWeakRef(local.untyped_storage()) if address else None
+            for local, address in zip(locals, looks.addresses, strict=True)
+        ]
+        for earlier, _ in filter(None, map(self._places.get, looks.ids)):
+            earlier.whole = False
+        seen = _Seen(list(params), looks, memories)
+        self._places.update((identity, (seen, place)) for place, identity in enumerate(looks.ids))
 
     def forget(self, param: Tensor | None = None) -> None:
         """The parameter (or every one) counts as written."""
         if param is None:
-            self._seen.clear()
-        else:
-            self._seen.pop(id(param), None)
+            self._places.clear()
+        elif id(param) in self._places:
+            seen, place = self._places[id(param)]
+            seen.looks.versions[place] = None
 
     def written(self, params: Sequence[Tensor], locals: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Of these parameters those that do not look as remembered, or cannot be told, each with its local tensor."""
+        if not params:
+            return []
+        looks = _looks(params, locals)
+        seen = self._seen_with(looks)
+        if seen is not None and seen.still_holds_of_all(looks) and not seen.any_is_gone():
+            return []
         return [
             (param, local)
-            for param, local, look in zip(params, locals, _looks(params, locals), strict=True)
-            if (seen := self._seen.get(id(param))) is None or seen.look != look or None in look or _is_gone(seen)
+            for i, (param, local) in enumerate(zip(params, locals, strict=True))
+            if (found := self._places.get(id(param))) is None or not found[0].still_holds_of(found[1], looks, i)
         ]
 
+    def _seen_with(self, looks: _Looks) -> _Seen | None:
+        """What was last seen of just these parameters, together and in this order."""
+        seen, _ = self._places.get(looks.ids[0], (None, 0))
+        return seen if seen is not None and seen.whole and seen.looks.ids == looks.ids else None
 
-def _is_gone(seen: _Seen) -> bool:
-    """Whether the memory that it was in was freed: another tensor may be there now."""
-    return seen.memory is not None and seen.memory.expired()
+
+def _is_gone(memory: StorageWeakRef | None) -> bool:
+    """Whether the memory that a parameter was in was freed: another tensor may be there now."""
+    return memory is not None and memory.expired()
 
 
-def _looks(params: Sequence[Tensor], locals: Sequence[Tensor]) -> list[_Look]:
+def _looks(params: Sequence[Tensor], locals: Sequence[Tensor]) -> _Looks:
     plain = set(map(type, locals)) <= _PLAIN
-    addresses = map(Tensor.data_ptr if plain else address_of, locals)
+    addresses = list(map(Tensor.data_ptr if plain else address_of, locals))
+    ids = list(map(id, params))
     try:
-        return list(zip(addresses, map(_version, params), map(_version, locals), strict=True))
+        versions = list(map(_version, params))
+        return _Looks(ids, addresses, versions, versions if locals is params else list(map(_version, locals)))
     except RuntimeError:  # some have no version
-        return [(address_of(b), copy_version(a), copy_version(b)) for a, b in zip(params, locals, strict=True)]
+        return _Looks(ids, addresses, list(map(copy_version, params)), list(map(copy_version, locals)))

@@ -49,15 +49,15 @@ FAULTS = {
     ),
     "a written weight is not noticed": (
         "written",
-        "WriteWatch.written",
-        "if self._seen.get(id(param), never)[1] != look or None in look",
-        "if id(param) not in self._seen",
+        "_Seen.still_holds_of",
+        "seen == tuple(of[other_place] for of in looks) and",
+        "seen[:2] == tuple(of[other_place] for of in looks)[:2] and",
     ),
     "a replaced address is not noticed": (
         "written",
-        "WriteWatch.written",
-        "[1] != look or",
-        "[1] is None or self._seen[id(param)][1][1:] != look[1:] or",
+        "_Seen.still_holds_of",
+        "seen == tuple(of[other_place] for of in looks) and None not in seen and not _is_gone(self.memories[place])",
+        "seen[2:] == tuple(of[other_place] for of in looks)[2:]",
     ),
     "state keeps the layout that the parameter had": (
         "state_keeper",
@@ -104,6 +104,11 @@ def planted(monkeypatch, module: str, path: str, old: str, new: str) -> None:
     made: dict[str, Any] = {}
     exec("from __future__ import annotations\n" + source.replace(old, new, 1), vars(home), made)
     monkeypatch.setattr(owner, name, made[name])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_has_its_place_in_the_sources(fault, monkeypatch):
+    planted(monkeypatch, *FAULTS[fault])
 
 
 def fails(seed: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -39,12 +40,15 @@ def _traced(call: Callable[[], Any], at_line: Callable[[Line], None]) -> None:
     def enter(frame: FrameType, *_: Any) -> Any:
         return local if frame.f_code.co_filename.startswith(PACKAGE) else None
 
-    before = sys.gettrace()
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()  # or finalizers of what others left run here, at any moment; an interrupt in one is lost
     sys.settrace(enter)
     try:
         call()
     finally:
         sys.settrace(before)
+        if collects:
+            gc.enable()
 
 
 def moments_of(call: Callable[[], Any]) -> list[int]:
