@@ -137,20 +137,23 @@ def contestants(mode: Mode, elements: int, library: ctypes.CDLL) -> tuple[dict[s
     return runs, refused
 
 
-def measure(elements: int, rounds: int) -> Report:
+def measure(elements: int, rounds: int, loop_ms: float) -> Report:
     library = build_touch()
     columns = ["mode", "elements", "threads", "statestream ms", "touch ms", "to touch", *(f"{n} ms" for n in PEERS)]
     report = Report("cpu_step", "CPU step against the memory's own speed", columns)
     all_threads = torch.get_num_threads()
-    notes = ["A peer's column is empty where it is not installed or has no such mode."]
+    notes = [
+        "A peer's column is empty where it is not installed or has no such mode. All take turns: one step with the "
+        "large tensor, and with the small one, which may stay in the caches, a loop of steps."
+    ]
     try:
         for n in (elements, min(CACHED, elements)):
             for threads in dict.fromkeys((all_threads, 1)):
                 torch.set_num_threads(threads)
                 for mode in MODES:
                     runs, refused = contestants(mode, n, library)
-                    many = rounds if n > 4 * CACHED else 10 * rounds
-                    times = {name: t.median_ms for name, t in interleaved(runs, many).items()}
+                    turn_ms = 0.0 if n > 4 * CACHED else loop_ms
+                    times = {name: t.median_ms for name, t in interleaved(runs, rounds, turn_ms=turn_ms).items()}
                     ours, touch = times["statestream"], times["touch"]
                     report.add(
                         mode.name, n, threads, ours, touch, f"{ours / touch:.2f}", *(times.get(p, "") for p in PEERS)
@@ -166,8 +169,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--elements", type=int, default=128 << 20, help="elements of the large tensor (default 128M)")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--loop-ms", type=float, default=40.0, help="of steps of the small tensor a turn (default 40)")
     options = parser.parse_args()
-    print(measure(options.elements, options.rounds).write())
+    print(measure(options.elements, options.rounds, options.loop_ms).write())
 
 
 if __name__ == "__main__":

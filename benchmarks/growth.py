@@ -3,7 +3,9 @@
 python -m benchmarks.growth [--most-elements N]
 
 Each is varied by itself: the elements of one tensor, the tensors of 64 elements, and the chunks that the same state in
-host memory is streamed in (on the CPU, where a chunk costs its bookkeeping and copies).
+host memory is streamed in (on the CPU, where a chunk costs its bookkeeping and copies). Tensors are stepped in a loop,
+where a thousand stay in the caches and ten thousand do not, and again with other data in the caches before each step,
+as a backward pass leaves them.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ SMALL = 64
 STATE = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 BYTES_A_STATE = 4
 CHUNKS = (1, 10, 100, 1000)
+SWEEP_BYTES = 128 << 20
+"""More than caches hold."""
 RING = 3
 """Chunks that are on the device at once: one is loaded, one stepped, one stored."""
 
@@ -32,8 +36,12 @@ def parameters(count: int, elements: int) -> list[torch.nn.Parameter]:
     return params
 
 
-def milliseconds(step: Callable[[], object], rounds: int) -> float:
-    return interleaved({"step": step}, rounds)["step"].median_ms
+def milliseconds(step: Callable[[], object], rounds: int, before: Callable[[], object] = lambda: None) -> float:
+    def run() -> None:
+        step()
+
+    run.prepare = before
+    return interleaved({"step": run}, rounds)["step"].median_ms
 
 
 def measure(most_elements: int, most_tensors: int, streamed_elements: int, rounds: int) -> Report:
@@ -46,9 +54,15 @@ def measure(most_elements: int, most_tensors: int, streamed_elements: int, round
         "The exponent is the slope, on logarithmic axes, over the last two points: 1 is linear, below 1 is better.",
         f"All-BF16. Tensors have {SMALL} elements each; {streamed_elements:,} elements are streamed.",
     ]
+    others = torch.zeros(SWEEP_BYTES, dtype=torch.uint8)
+
+    def swept() -> None:
+        others.add_(1)
+
     report.series = {
         "elements": [(n, elements_ms(n, rounds)) for n in powers(1 << 20, most_elements, 4)],
-        "tensors": [(n, tensors_ms(n, rounds)) for n in powers(1, most_tensors, 10)],
+        "tensors in a loop": [(n, tensors_ms(n, rounds)) for n in powers(1, most_tensors, 10)],
+        "tensors, caches swept": [(n, tensors_ms(n, rounds, swept)) for n in powers(1, most_tensors, 10)],
         "chunks": [(n, chunks_ms(n, streamed_elements, rounds)) for n in CHUNKS],
     }
     for name, points in report.series.items():
@@ -69,8 +83,8 @@ def elements_ms(elements: int, rounds: int) -> float:
     return milliseconds(FusedAdam(parameters(1, elements), **STATE).step, rounds)
 
 
-def tensors_ms(count: int, rounds: int) -> float:
-    return milliseconds(FusedAdam(parameters(count, SMALL), **STATE).step, rounds)
+def tensors_ms(count: int, rounds: int, before: Callable[[], object] = lambda: None) -> float:
+    return milliseconds(FusedAdam(parameters(count, SMALL), **STATE).step, rounds, before)
 
 
 def chunks_ms(chunks: int, elements: int, rounds: int) -> float:
@@ -100,7 +114,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     report = measure(options.most_elements, options.most_tensors, options.streamed_elements, options.rounds)
-    print(report.write(plot_of(report.series), panels=3))
+    print(report.write(plot_of(report.series), panels=len(report.series)))
 
 
 if __name__ == "__main__":

@@ -39,21 +39,38 @@ class Timing:
         return statistics.median(self.samples_ms)
 
 
-def interleaved(contestants: dict[str, Callable[[], object]], rounds: int = 15, warm_up: int = 2) -> dict[str, Timing]:
+def interleaved(
+    contestants: dict[str, Callable[[], object]], rounds: int = 15, warm_up: int = 2, turn_ms: float = 0.0
+) -> dict[str, Timing]:
     """Times every contestant once a round, in turn, after `warm_up` rounds that do not count.
 
-    A contestant's attribute `prepare`, where it has one, is called before it and not timed.
+    A contestant's attribute `prepare`, where it has one, is called before it and not timed. A turn is one call, or as
+    many as fill `turn_ms`, and then its time is the median of their second half: what the one before has left in the
+    caches, and its threads, which under OpenMP go on spinning for milliseconds, are no part of it.
     """
     timings = {name: Timing(name) for name in contestants}
     for round_number in range(warm_up + rounds):
         for name, run in contestants.items():
-            getattr(run, "prepare", lambda: None)()
-            begin = time.perf_counter()
-            run()
-            elapsed = (time.perf_counter() - begin) * 1e3
+            turn = _turn(run, turn_ms)
             if round_number >= warm_up:
-                timings[name].samples_ms.append(elapsed)
+                timings[name].samples_ms.append(statistics.median(turn[len(turn) // 2 :]))
     return timings
+
+
+def _turn(run: Callable[[], object], turn_ms: float) -> list[float]:
+    """Milliseconds of each call, as many as fill `turn_ms`, and at least one."""
+    times, left = [], turn_ms
+    while not times or left > 0:
+        times.append(_milliseconds(run))
+        left -= times[-1]
+    return times
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    getattr(run, "prepare", lambda: None)()
+    begin = time.perf_counter()
+    run()
+    return (time.perf_counter() - begin) * 1e3
 
 
 def machine_line() -> str:

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -12,6 +13,17 @@
 
 namespace statestream {
 namespace {
+
+// To wake a sleeping thread takes about as long as it takes to update a hundred thousand elements, and the next call is
+// often at once. Then it is found awake: for so long threads look out for it, and callers for the last of their
+// threads.
+constexpr std::chrono::microseconds kLookout{200};
+
+template <class Condition>
+void look_out_for(const Condition &condition) {
+  const auto end = std::chrono::steady_clock::now() + kLookout;
+  while (!condition() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+}
 
 class Pool {
  public:
@@ -28,8 +40,12 @@ class Pool {
     }
     wake_.notify_all();
     take_tasks(work, tasks);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      work_ = nullptr;  // a worker that wakes only now finds nothing to do, and is not waited for
+    }
+    look_out_for([&] { return running_ == 0; });
     std::unique_lock<std::mutex> lock(mutex_);
-    work_ = nullptr;  // a worker that wakes only now finds nothing to do, and is not waited for
     finished_.wait(lock, [&] { return running_ == 0; });
   }
 
@@ -50,11 +66,17 @@ class Pool {
 
   void serve(int index) {
     uint64_t seen = 0;
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
     for (;;) {
+      look_out_for([&] { return round_ != seen; });
+      lock.lock();
       wake_.wait(lock, [&] { return round_ != seen; });
       seen = round_;
-      if (!work_ || index >= wanted_) continue;
+      const bool joins = work_ && index < wanted_;
+      if (!joins) {
+        lock.unlock();
+        continue;
+      }
       ++running_;
       const std::function<void(int64_t)> &work = *work_;
       const int64_t tasks = tasks_;
@@ -62,6 +84,7 @@ class Pool {
       take_tasks(work, tasks);
       lock.lock();
       if (--running_ == 0) finished_.notify_one();
+      lock.unlock();
     }
   }
 
@@ -70,8 +93,9 @@ class Pool {
   std::atomic<int64_t> next_{0};
   const std::function<void(int64_t)> *work_ = nullptr;
   int64_t tasks_ = 0;
-  int started_ = 0, wanted_ = 0, running_ = 0;
-  uint64_t round_ = 0;
+  int started_ = 0, wanted_ = 0;
+  std::atomic<int> running_{0};
+  std::atomic<uint64_t> round_{0};  // written under the mutex
 };
 
 // Never destroyed: detached threads wait on it until the process ends.

@@ -17,7 +17,7 @@ from benchmarks import gpu_step, host_step, readme
 ROOT = Path(__file__).parents[2]
 
 LITTLE = {
-    "cpu_step": ["--elements", "5000", "--rounds", "1"],
+    "cpu_step": ["--elements", "5000", "--rounds", "1", "--loop-ms", "1"],
     "host_step": ["--elements", "5000", "--rounds", "1"],
     "overhead": ["--parameters", "10", "--rounds", "1"],
     "export_time": ["--elements", "5000", "--rounds", "1"],

@@ -16,8 +16,13 @@ from .runner import SANITIZERS, missing
 
 HERE = Path(__file__).parent
 POOL = "csrc/cpu/threads.cpp"
-# A worker that looks for its work again after the caller has closed it.
-FORGETFUL = Edit(POOL, "take_tasks(work, tasks);\n      lock.lock();", "take_tasks(*work_, tasks);\n      lock.lock();")
+TAKEN = "take_tasks(work, tasks);\n      lock.lock();"
+# A worker that looks for its work at each task, which the caller closes when the last is taken.
+FORGETFUL = Edit(
+    POOL,
+    TAKEN,
+    "for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) (*work_)(i);\n      lock.lock();",
+)
 
 
 def pool_run(
@@ -41,18 +46,18 @@ def race_flags() -> tuple[str, ...]:
 
 
 def test_every_task_is_done_once_and_nothing_races(tmp_path):
-    done = pool_run(tmp_path, race_flags(), 20_000)
+    done = pool_run(tmp_path, race_flags(), 10_000)
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
 
 
 def test_control_a_worker_that_reads_what_its_caller_closes_is_reported(tmp_path):
     pool = tmp_path / "threads.cpp"
     pool.write_text(FORGETFUL.applied((ROOT / POOL).read_text()))
-    done = pool_run(tmp_path, race_flags(), 20_000, pool)
-    assert done.returncode != 0 and "data race" in done.stderr
+    # On a busy machine a worker may come late to every task.
+    assert any("data race" in pool_run(tmp_path, race_flags(), 10_000, pool).stderr for _ in range(5))
 
 
-@pytest.mark.long  # ten seconds
+@pytest.mark.long  # half a minute
 def test_every_task_is_done_once_at_full_speed(tmp_path):
-    done = pool_run(tmp_path, ("-O2",), 1_000_000)
+    done = pool_run(tmp_path, ("-O2",), 200_000)
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr

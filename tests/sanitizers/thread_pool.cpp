@@ -1,4 +1,5 @@
-// Three callers give the CPU module's threads work of odd sizes, so short that threads wake when it is done, or nearly.
+// Three callers give the CPU module's threads work from nothing to a fraction of a millisecond, so that
+// threads wake when it is done, or nearly.
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -12,7 +13,7 @@ long wrong_tasks(unsigned seed, int rounds) {
   long wrong = 0;
   for (int round = 0; round < rounds; ++round) {
     seed = seed * 1664525 + 1013904223;
-    const int tasks = (seed >> 10) % 9, threads = 1 + (seed >> 20) % 5, length = (seed >> 5) % 300;
+    const int tasks = (seed >> 10) % 9, threads = 1 + (seed >> 20) % 5, length = (seed >> 5) % 100000;
     std::vector<int> taken(tasks);
     statestream::parallel_for(tasks, threads, [&](int64_t i) {
       ++taken[i];
