@@ -266,21 +266,19 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         for (group, options, calls), scalars in zip(plan, read_there, strict=True):
             for call in calls:
                 self._table.refresh(call, self.state)
-                if call.counters:
-                    where = call.device if self.capturable else torch.device("cpu")
-                    kernels.advance_steps(where, call.counters, None if scalars is None else scalars.found_inf)
-                kernels.adam(
-                    call.device,
-                    call.rows,
-                    call.formats,
-                    options,
-                    grad_scale=1.0 if self.capturable or grad_scale is None else as_number(grad_scale),
-                    advance=not call.counters,
-                    scalars=scalars,
-                    extras=call.extras,
-                    seed=self.rounding.seed,
-                    stochastic=call.stochastic,
-                )
+                with self._table.advanced(call, None if scalars is None else scalars.found_inf):
+                    kernels.adam(
+                        call.device,
+                        call.rows,
+                        call.formats,
+                        options,
+                        grad_scale=1.0 if self.capturable or grad_scale is None else as_number(grad_scale),
+                        advance=not call.counters,
+                        scalars=scalars,
+                        extras=call.extras,
+                        seed=self.rounding.seed,
+                        stochastic=call.stochastic,
+                    )
                 self._table.updated(call)
             if self.capturable:
                 count_on_device(group, found_inf)

@@ -7,7 +7,8 @@ nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,6 +178,22 @@ class StepTable:
         """Brings the call's masters back to parameters that were written since the last step."""
         for param, local in self.watch.written(*_watched(call)):
             self.rederive(local, self.keeper.stored(param, MASTER, state[param][MASTER]))
+
+    @contextmanager
+    def advanced(self, call: Call, found_inf: Tensor | None) -> Iterator[None]:
+        """For the kernel call: the counters that it does not advance are advanced, and put back where it fails."""
+        if not call.counters:
+            yield
+            return
+        before = [counter.clone() for counter in call.counters]
+        where = call.device if self.keeper.form.step_on_device else torch.device("cpu")
+        try:
+            kernels.advance_steps(where, call.counters, found_inf)
+            yield
+        except BaseException:
+            for counter, value in zip(call.counters, before, strict=True):
+                counter.copy_(value)
+            raise
 
     @staticmethod
     def rederive(local: Tensor, master: Stored) -> None:

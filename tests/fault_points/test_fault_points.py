@@ -14,7 +14,8 @@ import torch
 from helpers.bits import differences, snapshot
 from helpers.modes import BF16, FP8, FP16, FP32, Mode
 from helpers.training import build, gradient, make_params, train
-from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream import CPUOffloadOptimizer, FusedAdam, kernels, step_table
+from statestream.global_index import Run, runs_of
 
 from .points import Injected, Points, chain_of, live_bytes, points
 
@@ -234,6 +235,30 @@ def test_an_error_at_points_spread_over_the_work(name, form):
 @pytest.mark.parametrize(("name", "form"), RUNS)
 def test_an_error_at_every_point(name, form):
     check_points(name, form, 10**6)
+
+
+def test_an_error_at_every_point_of_a_step_of_shards_that_are_several_runs(monkeypatch):
+    """Whose counters are advanced before the kernel runs. A whole tensor's halves stand for a shard's runs."""
+
+    def halves(param: torch.Tensor) -> tuple[Run, ...]:
+        return tuple(
+            run
+            for whole in runs_of(param)
+            for first, numel in ((0, whole.numel // 2), (whole.numel // 2, -(-whole.numel // 2)))
+            for run in ([Run(first, numel, whole.index_map)] if numel else [])
+        )
+
+    monkeypatch.setitem(FORMS, "several runs", Mode(BF16, BF16, BF16, None, stochastic=True))
+    undivided = _Run(CASES["step"], "several runs")
+    undivided.work()
+    monkeypatch.setattr(step_table, "runs_of", halves)
+    monkeypatch.setattr(kernels, "_EXCHANGE", None)  # as DTensors under random rounding are read one by one
+    divided = _Run(CASES["step"], "several runs")
+    with points() as passed:
+        divided.work()
+    assert sum("add_" in what for what in passed.passed) > 1, "no counters were advanced"
+    assert differences(divided.now(), undivided.now()) == []
+    check_points("step", "several runs", 10**6)
 
 
 def test_points_are_what_they_should_be():
