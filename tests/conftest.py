@@ -1,7 +1,9 @@
-"""Which cases of the largest products run by default: a fixed sample of them. The rest run with -m long."""
+"""Which cases of the largest products run by default: a fixed sample of them. The rest run with -m long. And what makes
+thousands of tests in one process quick."""
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from pathlib import Path
 from zlib import crc32
@@ -40,3 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 # By its name, which no other case moves, and with no period in which one argument would stay the same.
                 if crc32(case.name.encode()) % ONE_IN[path]:
                     case.add_marker(pytest.mark.long)
+
+
+def pytest_collection_finish() -> None:
+    """All that was imported and collected stays to the end: without it a collection of garbage, which many tests ask
+    for, takes a millisecond and not half a second."""
+    gc.collect()
+    gc.freeze()

@@ -249,7 +249,7 @@ def test_a_conversion_that_stops_half_way_leaves_nothing(tmp_path):
 
 
 def test_a_conversion_takes_the_memory_of_a_part_and_says_how_far_it_is(tmp_path):
-    layers, rows = 24, 1024
+    layers, rows = 24, 512
     model = torch.nn.Sequential(*(torch.nn.Linear(rows, rows, bias=False) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters())
     for param in model.parameters():
@@ -268,9 +268,8 @@ def test_a_conversion_takes_the_memory_of_a_part_and_says_how_far_it_is(tmp_path
         convert_checkpoint(folder, tmp_path / "b", "statestream", part_bytes=part, progress=lambda *at: seen.append(at))
 
     extra = peak_extra_bytes(convert)
-    total = 3 * layers * tensor
-    assert total > 280 * 2**20
-    assert extra < 2 * part + 6 * tensor, f"{extra / 2**20:.0f} MiB"
+    total, bound = 3 * layers * tensor, 2 * part + 6 * tensor
+    assert extra < bound < total / 5, f"{extra / 2**20:.0f} MiB"
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == seen[-1][1] >= total
     sizes = [file.stat().st_size for file in Path(tmp_path / "b").glob("*.distcp")]

@@ -8,6 +8,7 @@ how far resident bytes grow from the fourth save to the last instead.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import warnings
@@ -64,6 +65,7 @@ def main() -> None:
     folder, elements, params, saves = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported: it need not be looked through at each measurement
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     # Whatever is loaded or built once, by saves of a small job.
     small = Job(folder / "small", 1000, 2)

@@ -5,6 +5,7 @@ A claim is a function of a folder, run by every rank at once; it fails where any
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import time
@@ -62,6 +63,7 @@ def run_claims(ranks: int, claims: Mapping[str, Claim], folder: Path, seconds: f
 
 
 def _rank(rank: int, ranks: int, claims: list[tuple[str, Claim]], folder: Path, run: Path) -> None:
+    gc.freeze()  # what the server has loaded: collections would look through it, and copy each page that they share
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=ranks, timeout=_COLLECTIVE)

@@ -84,6 +84,14 @@ def _call(command: list[str]) -> None:
 
 def run(cases: list[str]) -> list[Outcome]:
     """Runs cases, one a line (emulate.cpp). RuntimeError with the sanitizer's report where one stops it."""
+    build()
+    share = -(-len(cases) // (os.cpu_count() or 1))
+    with ThreadPoolExecutor() as pool:
+        shares = pool.map(_run, (cases[i : i + share] for i in range(0, len(cases), share)))
+        return [outcome for outcomes in shares for outcome in outcomes]
+
+
+def _run(cases: list[str]) -> list[Outcome]:
     done = subprocess.run([str(build())], input="\n".join(cases) + "\n", capture_output=True, text=True)
     lines = done.stdout.splitlines()
     if len(lines) != len(cases):

@@ -84,7 +84,7 @@ def points(fail_at: int | None = None) -> Iterator[Points]:
 
 
 def live_bytes() -> int:
-    """Bytes of memory that tensors hold which were made since `gc.freeze()`."""
+    """Bytes of memory that tensors hold which were made since the tests were collected (tests/conftest.py)."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():

@@ -80,9 +80,11 @@ def test_mutations_are_many_and_the_same_for_a_seed():
     assert {m.path for m in first} == set(SOURCES)
 
 
-def test_a_mutation_changes_code_and_not_comments(tmp_path):
-    for mutation in mutations(ROOT, 0):
-        text = (ROOT / mutation.path).read_text()
+def test_a_mutation_changes_code_and_not_comments():
+    texts = {path: (ROOT / path).read_text() for path in SOURCES}
+    code = {path: [t.text for t in tokens(text)] for path, text in texts.items()}
+    for mutation in list(mutations(ROOT, 0))[::5]:
+        text = texts[mutation.path]
         assert text[mutation.start : mutation.end] == mutation.old
         changed = text[: mutation.start] + mutation.new + text[mutation.end :]
-        assert [t.text for t in tokens(changed)] != [t.text for t in tokens(text)], mutation
+        assert [t.text for t in tokens(changed)] != code[mutation.path], mutation

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .cases import CASES, CHECKPOINTED, STEPS, Case, Group, Run, check_same, differences, offloaded, train
 
-__all__ = ["CLAIMS", "late_copies", "mesh_of_all", "of_cases", "of_checkpoints", "sent_in_a_step"]
+__all__ = ["CLAIMS", "ON_FOUR", "late_copies", "mesh_of_all", "of_cases", "of_checkpoints", "sent_in_a_step"]
 
 SEVERAL_CHUNKS = 300_000
 """A budget, in bytes, of which a chunk gets a third: the models here need several."""
@@ -324,10 +324,25 @@ _FAULTS = {
     ]
 }
 
+ON_FOUR = {
+    name: CASES[name]
+    for name in (
+        "megabatched, odd rows",
+        "megabatched, packed",
+        "megabatched, missing on some ranks",
+        "batched",
+        "batched, packed over several batches",
+        "batched, odd rows, DDP",
+        "torch, DDP",
+        "torch, sharded",
+    )
+}
+"""Where the number of ranks makes a difference; the other cases run on four as long tests."""
+
 CLAIMS: dict[int, dict[str, Claim]] = {
     4: {
         "control: shards": some_shard_is_empty_and_some_are_uneven,
-        **of_cases(CASES),
+        **of_cases(ON_FOUR),
         **of_checkpoints(CHECKPOINTED, ["flat"]),
         **_SEVERAL,
     },

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from distributed.processes import run_claims
 
-from .claims import CLAIMS, late_copies
+from .cases import CASES
+from .claims import CLAIMS, ON_FOUR, late_copies, of_cases
 from .mixed import MIXED
 
 ALL = {**CLAIMS, 2: CLAIMS[2] | MIXED}
@@ -26,6 +27,12 @@ def found(tmp_path_factory) -> dict[tuple[int, str], str]:
 @pytest.mark.parametrize(("ranks", "claim"), [(ranks, claim) for ranks, claims in ALL.items() for claim in claims])
 def test_ranks_find_that(found, ranks, claim):
     assert not found[ranks, claim]
+
+
+@pytest.mark.long  # ten seconds
+def test_every_case_has_its_bits_on_four_ranks(tmp_path):
+    problems = run_claims(4, of_cases({name: case for name, case in CASES.items() if name not in ON_FOUR}), tmp_path)
+    assert not any(problems.values()), problems
 
 
 @pytest.mark.long

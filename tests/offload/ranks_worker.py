@@ -149,14 +149,14 @@ def assert_same_params(params, optimizer, others, other):
             assert_same_values(local(value), local(theirs[key]), f"{key} of parameter {i}")
 
 
-def five_steps_with_a_save_and_a_load_in_the_middle(folder, name):
+def five_steps_with_a_save_and_a_load_in_the_middle(folder, name, dtypes=("mixed",)):
     quiet()
     mesh, make = init_device_mesh("cpu", (dist.get_world_size(),)), OPTIMIZERS[name]
 
     def missing(step):
         return (1, 6) if step == 1 else ()
 
-    for dtype in (torch.float32, torch.bfloat16, "mixed"):
+    for dtype in dtypes:
         reference = sharded_params(dtype, mesh)
         plain = make(reference)
         train_sharded(plain, reference, range(5), missing)
@@ -194,13 +194,14 @@ def quiet():
     warnings.filterwarnings("ignore", message=".*need more than step_chunk_bytes")
 
 
-def named(claim, names):
-    return {f"{claim.__name__}-{name}": partial(claim, name=name) for name in names}
+def named(claim, names, **how):
+    return {f"{claim.__name__}-{name}": partial(claim, name=name, **how) for name in names}
 
 
+# torch's own Rprop does not take DTensors.
+_OF_DTENSORS = [name for name in OPTIMIZERS if name != "rprop"]
 CLAIMS = {
-    # torch's own Rprop does not take DTensors.
-    **named(five_steps_with_a_save_and_a_load_in_the_middle, [name for name in OPTIMIZERS if name != "rprop"]),
+    **named(five_steps_with_a_save_and_a_load_in_the_middle, _OF_DTENSORS),
     **named(a_checkpoint_of_an_fsdp2_model_resumes_bit_for_bit, MAKERS),
     **named(
         gradients_missing_on_one_rank_alone_move_no_cut_and_hang_nothing,
@@ -208,3 +209,6 @@ CLAIMS = {
     ),
     **gradient_ranks.CLAIMS,
 }
+
+ONE_DTYPE = named(five_steps_with_a_save_and_a_load_in_the_middle, _OF_DTENSORS, dtypes=(torch.float32, torch.bfloat16))
+"""All parameters of one dtype: what CLAIMS finds of both at once."""

@@ -76,3 +76,10 @@ def results(tmp_path_factory):
 @pytest.mark.parametrize("claim", ranks_worker.CLAIMS)
 def test_on_two_ranks(claim, results):
     assert not results[claim], results[claim]
+
+
+@pytest.mark.long  # half a minute
+@pytest.mark.timeout(450)
+def test_so_has_every_dtype_by_itself(tmp_path):
+    results = run_claims(2, ranks_worker.ONE_DTYPE, tmp_path, seconds=400)
+    assert not any(results.values()), results

@@ -5,6 +5,7 @@ python host_worker.py FOLDER CHUNK MOMENTS, where CHUNK is step_chunk_bytes, or 
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import warnings
@@ -51,13 +52,14 @@ def load(folder: Path, model, optimizer) -> None:
 def main(folder: Path, chunk: int, stored: str) -> None:
     warnings.simplefilter("ignore")  # one process, and it says so
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported: it need not be looked through at each measurement
     warm = build(512, 2, chunk, stored)  # what is imported and started once
     dcp.save(export(*warm), checkpoint_id=folder / "warm", no_dist=True)
     load(folder / "warm", *warm)
     model = torch.nn.ParameterDict()
     settle()
     before = own_resident_bytes()
-    model, optimizer = build(5 << 18, 32, chunk, stored)
+    model, optimizer = build(5 << 16, 32, chunk, stored)
     settle()
     found = {"kept": own_resident_bytes() - before}
     found["export"] = peak_extra_bytes(lambda: export(model, optimizer))

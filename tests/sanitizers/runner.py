@@ -48,6 +48,7 @@ SANITIZERS = {
         ),
         left_out=dict.fromkeys(
             (
+                "tests/memory/test_resident_peaks.py",
                 "tests/state_dict/test_export.py::test_control_one_planted_temporary_breaks_the_bound",
                 "tests/state_dict/test_export.py::test_a_load_needs_no_more_than_its_staging",
                 "tests/state_dict/test_small_states.py::test_a_load_takes_no_more_than_its_staging",
