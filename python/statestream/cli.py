@@ -174,7 +174,7 @@ def convert(
     ] = None,
     drop: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option(help="What may be lost: master_param, max_exp_avg_sq or step."),
+        typer.Option(help="What may be lost: master_param, max_exp_avg_sq, step, or a state that no Adam has."),
     ] = None,
     adamw: Annotated[
         Optional[bool],  # noqa: UP045

@@ -176,6 +176,18 @@ def test_a_converted_folder_is_what_a_converted_dict_saves(tmp_path):
 # ---- several optimizers, several models, what is refused ----
 
 
+def test_a_state_that_no_adam_has_is_left_behind_where_it_may_be(tmp_path):
+    model, optimizer = run(torch.optim.AdamW, range(2))
+    for param in trained(optimizer):
+        optimizer.state[param]["ema"] = torch.ones_like(param)
+    dcp.save(optimizer.state_dict(), checkpoint_id=tmp_path / "a")
+    with pytest.raises(ValueError, match=r"has a state 'ema'.*drop=\['ema'\]"):
+        convert_checkpoint(tmp_path / "a", tmp_path / "b", "statestream")
+    assert not (tmp_path / "b").exists()
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", "statestream", drop=["ema"])
+    assert any("ema" in key for key in keys_of(tmp_path / "a")) and not any("ema" in k for k in keys_of(tmp_path / "b"))
+
+
 def test_of_two_optimizers_the_one_that_is_named(tmp_path):
     model, optimizer = run(torch.optim.AdamW, range(2))
     state = copy.deepcopy(parts(model, optimizer, True))

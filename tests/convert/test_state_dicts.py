@@ -384,6 +384,19 @@ REFUSED = {
     "source": (ours, "torch", {"source": "apex"}, "source: 'apex'"),
     "masters as": (ours, "statestream", {"masters": "bf16"}, "masters: 'bf16'"),
     "drop": (ours, "torch", {"drop": ["exp_avg"]}, "drop: 'exp_avg'"),
+    "a state of one's own": (
+        lambda: damaged(lambda s: s["state"][1].update(ema=torch.ones(3))),
+        "torch",
+        {},
+        r"parameter 1 has a state 'ema', which is none of Adam's; drop=\['ema'\] goes on without it",
+    ),
+    "one that is no tensor": (
+        lambda: damaged(lambda s: s["state"][1].update(ema=torch.ones(3), seen=[1])),
+        "torch",
+        {"drop": ["ema"]},
+        r"parameter 1 has a state 'seen'.*drop=\['seen'\]",
+    ),
+    "drop of no state": (ours, "torch", {"drop": ["ema"]}, "drop: 'ema' is no state here; choose from 'max_exp"),
     "drop as a string": (ours, "torch", {"drop": "step"}, "drop: 'step'"),
 }
 
@@ -436,3 +449,27 @@ def test_control_a_converted_dict_that_lost_its_counts_is_noticed():
     with pytest.raises(AssertionError):
         for a, b in zip(params_of(reference), params_of(there), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_states_that_no_adam_has_may_be_left_behind(flat):
+    optimizer = build(Mode(FP32))
+    train(optimizer, range(2))
+    bare = convert_state_dict(optimizer.state_dict(), "torch")
+    for param in params_of(optimizer)[::2]:
+        optimizer.state[param].update(ema=torch.ones(3), seen=[1])
+    saved = optimizer.state_dict()
+    if flat:
+        names = {i: f"layer.{i}" for i in range(len(params_of(optimizer)))}
+        saved = {f"state.{names[i]}.{key}": v for i, state in saved["state"].items() for key, v in state.items()}
+        for group in optimizer.state_dict()["param_groups"]:
+            for i in group["params"]:
+                saved |= {f"param_groups.{names[i]}.{key}": v for key, v in group.items() if key != "params"}
+    converted = convert_state_dict(saved, "torch", drop=["ema", "seen"])
+    if flat:
+        found = {key.removeprefix("state.") for key in converted if key.startswith("state.")}
+        assert found == {f"{names[i]}.{key}" for i, state in bare["state"].items() for key in state}
+    else:
+        assert {i: set(state) for i, state in converted["state"].items()} == {
+            i: set(state) for i, state in bare["state"].items()
+        }

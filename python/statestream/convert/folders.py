@@ -19,7 +19,17 @@ from torch.distributed.checkpoint.metadata import (
 
 from statestream.convert.folder_io import Entry, Reader, write_checkpoint
 from statestream.convert.layout import Flat, group_label, param_label
-from statestream.convert.rules import Group, How, NewGroup, NewParam, Param, Request, convert, count_of
+from statestream.convert.rules import (
+    ADAMS_TENSORS,
+    Group,
+    How,
+    NewGroup,
+    NewParam,
+    Param,
+    Request,
+    convert,
+    count_of,
+)
 from statestream.convert.target import appearing
 from statestream.convert.values import dtype_of, sources, values_of
 from statestream.moments import MASTER, STEP
@@ -138,7 +148,7 @@ class _FolderView:
         keys = {what: self.outer + key for what, key in states.get(name, {}).items()}
         dtypes = {}
         for what, key in keys.items():
-            if what != STEP:
+            if what in ADAMS_TENSORS:
                 if key not in self.reader.tensors:
                     raise ValueError(f"{key} in the checkpoint is no tensor")
                 dtypes[what] = self.reader.tensors[key].properties.dtype
@@ -153,6 +163,7 @@ class _FolderView:
                 dtypes,
                 count_of(param_label(name), step),
                 None if weight is None else self.reader.tensors[weight].properties.dtype,
+                frozenset(keys) - {*ADAMS_TENSORS, STEP},
             ),
         )
 

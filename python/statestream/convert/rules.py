@@ -22,6 +22,7 @@ from statestream.moments import MASTER, MOMENTS, STEP
 from statestream.state_dict import FORMAT_VERSION
 
 __all__ = [
+    "ADAMS_TENSORS",
     "ENGINE",
     "STATESTREAM",
     "TORCH",
@@ -37,6 +38,7 @@ __all__ = [
 
 TORCH, STATESTREAM, ENGINE = FORMS = ("torch", "statestream", "transformer_engine")
 MAX_EXP_AVG_SQ = "max_exp_avg_sq"
+ADAMS_TENSORS = (*MOMENTS, MASTER, MAX_EXP_AVG_SQ)
 
 DROPPABLE = {
     MAX_EXP_AVG_SQ: "AMSGrad's maximum",
@@ -68,13 +70,14 @@ class How(Enum):
 
 @dataclass
 class Param:
-    """One parameter in the source: `label` for errors, dtypes of its state tensors (`step` aside), and of its weight
-    where that is at hand."""
+    """One parameter in the source: `label` for errors, dtypes of an Adam's state tensors (`step` aside), and of its
+    weight where that is at hand; and names of states that no Adam has."""
 
     label: str
     dtypes: dict[str, torch.dtype]
     step: float | None = None
     weight: torch.dtype | None = None
+    others: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -104,9 +107,9 @@ class Request:
         ):
             if value not in allowed:
                 raise ValueError(f"{name}: {value!r} is not known; use {_either(allowed)}")
-        if isinstance(self.drop, str) or (unknown := sorted(set(self.drop) - DROPPABLE.keys())):
-            found = self.drop if isinstance(self.drop, str) else unknown[0]
-            raise ValueError(f"drop: {found!r} is not known; give a collection of {_either(DROPPABLE)}")
+        if isinstance(self.drop, str) or (needed := sorted(set(self.drop) & {*MOMENTS})):
+            found = self.drop if isinstance(self.drop, str) else needed[0]
+            raise ValueError(f"drop: {found!r} is not one that may be lost; give a collection of {_either(DROPPABLE)}")
         if self.masters is not None and (self.masters == "weights") != (self.to == TORCH):
             raise ValueError(
                 f"masters={self.masters!r} with to={self.to!r}: torch.optim.AdamW keeps no masters, they may become "
@@ -131,8 +134,11 @@ class NewGroup:
 def convert(groups: list[Group], request: Request, flat: bool = False) -> list[NewGroup]:
     """What each group and parameter becomes. Raises ValueError for what cannot be kept, naming it and the way out."""
     source = request.source or _form_of(groups)
+    others = frozenset().union(*(param.others for group in groups for param in group.params))
+    if unknown := sorted(set(request.drop) - DROPPABLE.keys() - others):
+        raise ValueError(f"drop: {unknown[0]!r} is no state here; choose from {_either((*DROPPABLE, *sorted(others)))}")
     for group in groups:
-        _check(group, source)
+        _check(group, source, request)
     if source == ENGINE:
         _count_by_group(groups)
     any_master = request.masters == "float32" or any(MASTER in p.dtypes for g in groups for p in g.params)
@@ -176,14 +182,15 @@ def _form_of(groups: list[Group]) -> str:
     return ENGINE if "bias_correction" in keys else TORCH
 
 
-def _check(group: Group, source: str) -> None:
+def _check(group: Group, source: str, request: Request) -> None:
     for key in _ADAM:
         if key not in group.settings:
             raise ValueError(f"{group.label} has no {key}")
     for param in group.params:
-        unknown = sorted(param.dtypes.keys() - {*MOMENTS, MASTER, MAX_EXP_AVG_SQ})
-        if unknown:
-            raise ValueError(f"{param.label} has a state {unknown[0]!r}, which is none of Adam's")
+        if own := sorted(param.others - set(request.drop)):
+            raise ValueError(
+                f"{param.label} has a state {own[0]!r}, which is none of Adam's; drop=[{own[0]!r}] goes on without it"
+            )
         if param.weight is not None and not param.weight.is_floating_point:
             raise ValueError(f"the weight of {param.label} is stored as {param.weight}, which no Adam updates")
         if not param.dtypes:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from statestream.convert.layout import Flat, group_label, groups_of, param_label
-from statestream.convert.rules import MAX_EXP_AVG_SQ, Group, How, NewGroup, Param, Request, convert
+from statestream.convert.rules import ADAMS_TENSORS, Group, How, NewGroup, Param, Request, convert
 from statestream.convert.values import sources, values_of
 from statestream.foreign import (
     FLOATS,
@@ -20,7 +20,7 @@ from statestream.foreign import (
     count_of,
     readable,
 )
-from statestream.moments import MASTER, MOMENTS, STEP
+from statestream.moments import MASTER, STEP
 from statestream.sharding import around
 from statestream.tensors import local_of
 
@@ -55,7 +55,8 @@ def convert_state_dict(
             needed where masters are made, and tell which parameters need none.
         adam_w_mode: what the optimizer was or will be built with, where its dict does not say (Transformer Engine's
             never does); None: True.
-        drop: what may be lost: "master_param", "max_exp_avg_sq", "step" (counts of one group that differ).
+        drop: what may be lost: "master_param", "max_exp_avg_sq", "step" (counts of one group that differ), and names
+            of states that no Adam has.
 
     Raises:
         ValueError: something cannot be kept, or is not an Adam's; it names the parameter and the way out.
@@ -78,7 +79,6 @@ def fp32_weights(state_dict: Mapping[str, Any], weights: Weights) -> Iterator[tu
 
 _NUMBERS = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
 """The kinds of an Adam's settings."""
-_TENSORS = (*MOMENTS, MASTER, MAX_EXP_AVG_SQ)
 
 
 def _value_of_adam(value: Any, name: str, label: str) -> Tensor:
@@ -129,20 +129,20 @@ class StateDictView:
         step = state.get(STEP)
         # DCP's flat load gives {} for a key that the checkpoint lacks.
         present = {k: v for k, v in state.items() if v is not None and not (isinstance(v, dict) and not v)}
-        values = {k: _value_of_adam(v, k, label) for k, v in present.items() if k in _TENSORS}
+        values = {k: _value_of_adam(v, k, label) for k, v in present.items() if k in ADAMS_TENSORS}
         first = next(iter(values), None)
         for key, value in values.items():
             if value.shape != values[first].shape:
                 raise ValueError(
                     f"{key} of {label}: shape {tuple(value.shape)}, but {first} has {tuple(values[first].shape)}"
                 )
-        dtypes = {k: v.dtype for k, v in present.items() if k != STEP and isinstance(v, Tensor)}
         weight = self.weights.get(name)
         return Param(
             label,
-            dtypes,
+            {k: v.dtype for k, v in values.items()},
             None if step is None else count_of(step, f"step of {label}"),
             None if weight is None else weight.dtype,
+            frozenset(str(k) for k in present if k not in ADAMS_TENSORS and k != STEP),
         )
 
     def converted(self, request: Request) -> dict[str, Any]:
