@@ -177,7 +177,7 @@ def test_a_converted_folder_is_what_a_converted_dict_saves(tmp_path):
 
 
 def test_a_state_that_no_adam_has_is_left_behind_where_it_may_be(tmp_path):
-    model, optimizer = run(torch.optim.AdamW, range(2))
+    _, optimizer = run(torch.optim.AdamW, range(2))
     for param in trained(optimizer):
         optimizer.state[param]["ema"] = torch.ones_like(param)
     dcp.save(optimizer.state_dict(), checkpoint_id=tmp_path / "a")
