@@ -131,7 +131,7 @@ def test_json_is_all_of_stdout(command, folder):
 def test_nothing_fits_is_status_1(command):
     ran = command("plan", "--params", "70B", "--layers", "80", "--gpu-memory", "24GiB")
     assert ran.status == 1
-    assert "nothing fits: weights and gradients alone take 260.77 GiB" in ran.out
+    assert "nothing fits: weights and gradients alone take 132.06 GiB" in ran.out
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

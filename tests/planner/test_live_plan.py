@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 import statestream
 import torch
 from helpers.modes import FORMS
 from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream.offload.gradient_staging import GradientStaging
 from statestream.planner.settings import LEAST_STAGING
 from statestream.transfer import LEAST_STAGING_BYTES
 from torch import nn
@@ -80,6 +83,33 @@ def test_gradients_in_host_memory_are_planned_as_they_are_held_and_streamed(mome
     assert made.step.device == pytest.approx(held.step_device, rel=0.05)
     by_options = statestream.plan(model, moments=moments, chunk=chunk, offload_gradients=True).estimate
     assert (by_options.host, by_options.step) == (made.host, made.step)
+
+
+@dataclass
+class Blocks:
+    """A device as a stage of gradients sees it that takes its memory."""
+
+    taken: list[int] = field(default_factory=list)
+
+    @property
+    def memory(self):
+        return self
+
+    def block(self, nbytes):
+        self.taken.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("elements", [[1000, 3000], [20 << 20, 1 << 20]])
+def test_gradients_on_their_way_are_planned(elements):
+    model = torch.nn.ParameterList(torch.empty(n, dtype=torch.bfloat16, device="meta") for n in elements)
+    made = statestream.plan(model, chunk="64MiB", offload_gradients=True).estimate
+    device = Blocks()
+    GradientStaging(lambda: 1).prepare(device, 2 * sum(elements))
+    assert made.host["transit"] == pytest.approx(sum(device.taken), rel=0.05)
+    # At the most the gradient that is made, and as much as the slots hold of others.
+    assert made.device["transit"] == min(2 * sum(elements), sum(device.taken) + 2 * max(elements))
+    assert made.device["grads"] == 0
 
 
 def test_frozen_parameters_and_buffers_are_weights_alone():

@@ -34,7 +34,12 @@ def plan(gpu: float, reserve: float = 0.0, **options):
             'exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", state_dict_cpu_offload=True)',
         ),
         (5.01, "CPUOffloadOptimizer(FusedAdam(params, master_weights=True), step_chunk_bytes=1073741824)"),
-        (4.9, None),
+        (
+            4.9,
+            "CPUOffloadOptimizer(FusedAdam(params, master_weights=True), step_chunk_bytes=1073741824, "
+            "offload_gradients=True)",
+        ),
+        (2.9, None),
     ],
 )
 def test_each_memory_has_its_way(gpu, call):
@@ -73,8 +78,18 @@ def test_what_is_asked_for_is_only_added_to():
     for proposal in plan(5.2, moments="bf16", masters="fp16").proposals:
         assert proposal.settings.exp_avg.name == "bf16" and proposal.settings.master.name == "fp16"
     offloaded = plan(4.9, offload=True)
-    assert [p.settings.offload for p in offloaded.proposals] == [True, True]
-    assert offloaded.proposals[1].settings.chunk == GiB
+    assert [p.settings.offload for p in offloaded.proposals] == [True, True, True]
+    assert [p.settings.chunk for p in offloaded.proposals] == [None, GiB, GiB]
+    assert [p.settings.offload_gradients for p in offloaded.proposals] == [False, False, True]
+    small = plan(3.5, offload_gradients=True, chunk="16MiB")
+    assert [p.settings.chunk for p in small.proposals] == [16 << 20]
+
+
+def test_gradients_leave_the_device_last_and_keep_the_chunk_that_was_asked_for():
+    made = plan(3.1, chunk="64MiB")
+    assert [p.changes for p in made.proposals] == ["as asked", "state and gradients in host memory"]
+    assert made.proposal.settings.chunk == 64 << 20
+    assert "nothing fits: weights and gradients alone take" in str(plan(1.5))
 
 
 def test_fp32_weights_are_not_offered_remainders():

@@ -42,8 +42,10 @@ class Estimate:
     """Bytes of the rank that holds most. `device` and `host` are what is there all the time, by kind; `load` is that of
     torch.distributed.checkpoint into a live optimizer; `weights_on_disk` and `state_on_disk` are of all ranks together.
 
-    Not counted: activations, gathered layers, the CUDA context, fragmentation, step counters, and the 48 MiB at most of
-    device and of host memory that offloaded gradients take on their way.
+    "transit" is what offloaded gradients take on their way to host memory: the largest, as it is made, and what is
+    being copied.
+
+    Not counted: activations, gathered layers, the CUDA context, fragmentation, step counters.
     """
 
     device: dict[str, int]
@@ -85,6 +87,7 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
     host: dict[str, int] = {}
     traffic = exported = largest = on_device_export = weights_on_disk = state_on_disk = 0
     staged = False
+    made, largest_made = 0, 0  # bytes of gradients that leave the device
     streamed: list[tuple[Format, ...]] = []
     for share in shares:
         weights = settings.weights or WEIGHTS[share.parameter.dtype or default_dtype]
@@ -95,6 +98,7 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
             continue
         grads = settings.grads or (FP32 if weights.name == "fp8" else weights)
         if settings.offload_gradients:
+            made, largest_made = made + grads.nbytes(n), max(largest_made, grads.nbytes(n))
             grads = FP32  # their sums
             host["grads"] = host.get("grads", 0) + grads.nbytes(_padded(n))
         else:
@@ -112,6 +116,8 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
         largest = max(largest, n * 4)
         traffic += _traffic(weights, grads, states, n)
         streamed.append((*states.values(), *([grads] if settings.offload_gradients else [])))
+    if settings.offload_gradients:
+        device["transit"], host["transit"] = _transit(made, largest_made)
     chunks, ring = _ring(shares, settings, streamed) if settings.offload else ((), 0)
     staging = settings.staging // 2048 * 2048 if staged else 0
     to_host = settings.host_export or settings.offload
@@ -129,6 +135,13 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
         exported=exported,
         chunks=chunks,
     )
+
+
+def _transit(made: int, largest: int) -> tuple[int, int]:
+    """Device and host bytes of gradients on their way, of those that are made in one backward pass."""
+    from statestream.offload.gradient_staging import SLOT_BYTES, SLOTS  # loads torch, as _ring does
+
+    return min(made, SLOTS * SLOT_BYTES + largest), SLOTS * min(made, SLOT_BYTES)
 
 
 def _block(nbytes: int) -> int:

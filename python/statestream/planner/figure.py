@@ -17,6 +17,7 @@ __all__ = ["draw"]
 _COLORS = {
     "weights": "#9aa5b1",
     "grads": "#cbd2d9",
+    "transit": "#e4e7eb",
     "exp_avg": "#2f6fab",
     "exp_avg_sq": "#7fb2dd",
     "master_param": "#e08e45",

@@ -35,7 +35,8 @@ def propose(
     """Ways from the least to the most intrusive, up to the first that fits; all, where none does.
 
     First what changes no training at all (where an export goes), then what changes no precision (the masters' other
-    halves), then precision (BF16 moments), and last what makes each step wait for the link.
+    halves), then precision (BF16 moments), then what makes each step wait for the link, and last what makes backward
+    wait for it too, and a trainer clip by this package's function.
 
     A way fits where weights, gradients and state leave room for `reserve` (activations, gathered layers, the context),
     which a step, an export and a load may use in their turn.
@@ -62,12 +63,21 @@ def _has_bf16(shares: Sequence[Share], asked: Settings, default_dtype: str) -> b
 
 def _ladder(asked: Settings, bf16_weights: bool) -> list[tuple[str, Settings]]:
     ladder = [("as asked", asked)]
-    now = asked
-    if asked.offload:
-        if asked.chunk is None or asked.chunk > DEFAULT_CHUNK:
-            ladder.append(("state in chunks of 1 GiB", asked.with_(chunk=DEFAULT_CHUNK)))
-        return ladder
-    said = []
+    if not asked.offload:
+        ladder += _on_the_device(asked, bf16_weights)
+        ladder.append(("state in host memory", asked.with_(offload=True, chunk=DEFAULT_CHUNK)))
+    elif asked.chunk is None or asked.chunk > DEFAULT_CHUNK:
+        ladder.append(("state in chunks of 1 GiB", asked.with_(chunk=DEFAULT_CHUNK)))
+    if not asked.offload_gradients:
+        chunk = DEFAULT_CHUNK if asked.chunk is None else min(asked.chunk, DEFAULT_CHUNK)
+        streamed = asked.with_(offload=True, chunk=chunk, offload_gradients=True)
+        ladder.append(("state and gradients in host memory", streamed))
+    return ladder
+
+
+def _on_the_device(asked: Settings, bf16_weights: bool) -> list[tuple[str, Settings]]:
+    ladder: list[tuple[str, Settings]] = []
+    now, said = asked, []
     if not now.host_export:
         now, said = now.with_(host_export=True), ["export to the host"]
         ladder.append((", ".join(said), now))
@@ -79,5 +89,4 @@ def _ladder(asked: Settings, bf16_weights: bool) -> list[tuple[str, Settings]]:
         moments = [bf16 if stored is FP32 else stored for stored in (now.exp_avg, now.exp_avg_sq)]
         now, said = now.with_(exp_avg=moments[0], exp_avg_sq=moments[1]), [*said, "BF16 moments"]
         ladder.append((", ".join(said), now))
-    ladder.append(("state in host memory", asked.with_(offload=True, chunk=DEFAULT_CHUNK)))
     return ladder

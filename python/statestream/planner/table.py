@@ -15,6 +15,7 @@ __all__ = ["print_plan", "text_of"]
 LABELS = {
     "weights": "weights",
     "grads": "gradients",
+    "transit": "gradients on their way",
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
     "master_param": "masters",
@@ -96,6 +97,5 @@ def _print_proposals(console: Console, plan: Plan) -> None:
         console.print(found.settings.call(), markup=False, soft_wrap=True)
         return
     least = plan.proposals[-1].estimate
-    kept = least.device["weights"] + least.device["grads"]
-    advice = f"nothing fits: weights and gradients alone take {as_text(kept)}; spread them over more ranks"
+    advice = f"nothing fits: weights and gradients alone take {as_text(least.resident)}; spread them over more ranks"
     console.print(advice, markup=False, soft_wrap=True)
