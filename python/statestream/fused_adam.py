@@ -332,6 +332,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         """Brings masters back to weights that were written through ``.data``, which leaves no
         trace; every other write is noticed by the next step itself. Where a master still rounds to its
         weight it stays."""
+        params, locals = [], []
         for param in self._params():
             state = self.state.made(param)
             if state is None or MASTER not in state:
@@ -340,7 +341,10 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             if MASTER in state and state[MASTER].dtype is not torch.int16:
                 local = local_of(param)
                 self._table.rederive(local, self._keeper.stored(param, MASTER, state[MASTER]))
-                self._table.watch.remember([param], [local])
+                params.append(param)
+                locals.append(local)
+        with interrupts_held():
+            self._table.watch.remember(params, locals)
 
     # ---- memory ----
 

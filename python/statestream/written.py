@@ -28,29 +28,33 @@ class _Looks(NamedTuple):
     local_versions: list[int | None]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Seen:
-    """How parameters that were stepped together looked."""
+    """How parameters looked that were stepped together, and that none was seen of since with others."""
 
-    params: list[Tensor]
-    """Held, so that their ids stay their own."""
+    params: list[Tensor | None]
+    """Held, so that their ids stay their own; None of one that was forgotten, whose id is 0 then."""
     looks: _Looks
     memories: list[StorageWeakRef | None]
     """None where there is none. While one is not expired, its address is no one else's."""
-    whole: bool = True
-    """Whether none of them was seen later, with others."""
 
     def still_holds_of_all(self, looks: _Looks) -> bool:
         return looks == self.looks and None not in looks.versions and None not in looks.local_versions
 
     def still_holds_of(self, place: int, looks: _Looks, other_place: int) -> bool:
-        seen = tuple(of[place] for of in self.looks)
+        seen = tuple([of[place] for of in self.looks])
         return (
-            seen == tuple(of[other_place] for of in looks) and None not in seen and not _is_gone(self.memories[place])
+            seen == tuple([of[other_place] for of in looks]) and None not in seen and not _is_gone(self.memories[place])
         )
 
     def any_is_gone(self) -> bool:
         return any(map(StorageWeakRef.expired, filter(None, self.memories)))
+
+    def keep(self, places: list[int]) -> None:
+        """Only what is at these places."""
+        self.params = [self.params[place] for place in places]
+        self.looks = _Looks(*([of[place] for place in places] for of in self.looks))
+        self.memories = [self.memories[place] for place in places]
 
 
 class WriteWatch:
@@ -58,6 +62,7 @@ class WriteWatch:
     noticed.
 
     Parameters are mostly stepped with the same others as before, and were not written: then whole lists are compared.
+    Each is remembered once, whatever the others were that it was stepped with.
     """
 
     def __init__(self):
@@ -73,22 +78,18 @@ class WriteWatch:
         if seen is not None and seen.looks.addresses == looks.addresses and not seen.any_is_gone():
             seen.looks = looks
             return
-        memories = [
-            StorageWeakRef(local.untyped_storage()) if address else None
-            for local, address in zip(locals, looks.addresses, strict=True)
-        ]
-        for earlier, _ in filter(None, map(self._places.get, looks.ids)):
-            earlier.whole = False
+        memories = list(map(self._memory, looks.ids, looks.addresses, locals))
+        self._take_out(looks.ids)
         seen = _Seen(list(params), looks, memories)
         self._places.update((identity, (seen, place)) for place, identity in enumerate(looks.ids))
 
     def forget(self, param: Tensor | None = None) -> None:
-        """The parameter (or every one) counts as written."""
+        """The parameter (or every one) counts as written, and is held no longer."""
         if param is None:
             self._places.clear()
         elif id(param) in self._places:
-            seen, place = self._places[id(param)]
-            seen.looks.versions[place] = None
+            seen, place = self._places.pop(id(param))
+            seen.params[place], seen.looks.ids[place] = None, 0
 
     def written(self, params: Sequence[Tensor], locals: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Of these parameters those that do not look as remembered, or cannot be told, each with its local tensor."""
@@ -107,7 +108,20 @@ class WriteWatch:
     def _seen_with(self, looks: _Looks) -> _Seen | None:
         """What was last seen of just these parameters, together and in this order."""
         seen, _ = self._places.get(looks.ids[0], (None, 0))
-        return seen if seen is not None and seen.whole and seen.looks.ids == looks.ids else None
+        return seen if seen is not None and seen.looks.ids == looks.ids else None
+
+    def _memory(self, identity: int, address: int, local: Tensor) -> StorageWeakRef | None:
+        seen, place = self._places.get(identity, (None, 0))
+        if seen is not None and seen.looks.addresses[place] == address and not _is_gone(seen.memories[place]):
+            return seen.memories[place]
+        return StorageWeakRef(local.untyped_storage()) if address else None
+
+    def _take_out(self, ids: list[int]) -> None:
+        """Of what was seen of these parameters, leaves what was seen of others with them."""
+        leaving = {0, *ids}
+        for seen in {seen for seen, _ in filter(None, map(self._places.get, ids))}:
+            seen.keep([place for place, identity in enumerate(seen.looks.ids) if identity not in leaving])
+            self._places.update((identity, (seen, place)) for place, identity in enumerate(seen.looks.ids))
 
 
 def _is_gone(memory: StorageWeakRef | None) -> bool:

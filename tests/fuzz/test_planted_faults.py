@@ -50,14 +50,14 @@ FAULTS = {
     "a written weight is not noticed": (
         "written",
         "_Seen.still_holds_of",
-        "seen == tuple(of[other_place] for of in looks) and",
-        "seen[:2] == tuple(of[other_place] for of in looks)[:2] and",
+        "seen == tuple([of[other_place] for of in looks]) and",
+        "seen[:2] == tuple([of[other_place] for of in looks])[:2] and",
     ),
     "a replaced address is not noticed": (
         "written",
         "_Seen.still_holds_of",
-        "seen == tuple(of[other_place] for of in looks) and None not in seen and not _is_gone(self.memories[place])",
-        "seen[2:] == tuple(of[other_place] for of in looks)[2:]",
+        "seen == tuple([of[other_place] for of in looks]) and None not in seen and not _is_gone(self.memories[place])",
+        "seen[2:] == tuple([of[other_place] for of in looks])[2:]",
     ),
     "state keeps the layout that the parameter had": (
         "state_keeper",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
+import weakref
+from collections.abc import Iterable
 
 import pytest
 import torch
+from statestream import FusedAdam
 from statestream.written import WriteWatch
 from torch.nn import Parameter
 
@@ -81,3 +86,44 @@ def test_a_parameter_in_inference_mode_always_counts_as_written():
     both = [plain, counted_by_no_one]
     watch.remember(both, both)
     assert [id(param) for param, _ in watch.written(both, both)] == [id(counted_by_no_one)]
+
+
+def bytes_remembered(params: list[Parameter], sets: Iterable[list[Parameter]]) -> int:
+    """What a watch keeps that saw these sets, one after another."""
+    gc.collect()
+    tracemalloc.start()
+    watch = WriteWatch()
+    for some in sets:
+        watch.remember(some, some)
+    gc.collect()
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert watch.written(params, params) == []
+    return kept
+
+
+def test_what_is_kept_does_not_grow_with_the_sets_that_parameters_were_stepped_in():
+    params = [Parameter(torch.zeros(1)) for _ in range(300)]
+    draw = random.Random(0)
+    common, rare = params[:200], params[200:]
+    one_by_one = bytes_remembered(params, ([param] for param in params))
+    for sets in (
+        (params[i:] for i in range(300)),
+        [params, *(draw.sample(params, 150) for _ in range(100))],
+        ([*common, param] for param in rare),
+    ):
+        assert bytes_remembered(params, sets) < 1.2 * one_by_one
+
+
+def test_a_parameter_that_was_replaced_is_freed_by_the_next_export():
+    params = [Parameter(torch.zeros(4, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = FusedAdam(params, master_weights=True)
+    for round in range(3):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        replaced = weakref.ref(params[round])
+        params[round] = optimizer.param_groups[0]["params"][round] = Parameter(torch.zeros(4, dtype=torch.bfloat16))
+        param = None
+        optimizer.state_dict()
+        assert replaced() is None
