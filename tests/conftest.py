@@ -46,6 +46,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """All that was imported and collected stays to the end: without it a collection of garbage, which many tests ask
-    for, takes a millisecond and not half a second."""
+    for, takes a millisecond and not half a second. What a test freezes besides it must not `gc.unfreeze()`."""
     gc.collect()
     gc.freeze()

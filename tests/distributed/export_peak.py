@@ -117,20 +117,16 @@ def peaks(
 ) -> dict[str, Peak]:
     """What each path takes with the option on (`offload`) or off. To be called inside `fake_cuda_world`."""
     found = {}
-    gc.freeze()  # so that a collection looks at what is made here alone
-    try:
-        with LiveBytes() as live:
-            model, optimizer = build(shapes, staging_bytes, offload, **formats)
-            for path in paths:
-                run = PATHS[path](model, optimizer)
-                gc.collect()
-                live.mark()
-                result = run()
-                found[path] = Peak(live.extra, live.kept)
-                del result, run
-                gc.collect()
-                if live.kept > 0:
-                    raise AssertionError(f"{path}: {live.kept} bytes stay on the device when its result is gone")
-    finally:
-        gc.unfreeze()
+    with LiveBytes() as live:
+        model, optimizer = build(shapes, staging_bytes, offload, **formats)
+        for path in paths:
+            run = PATHS[path](model, optimizer)
+            gc.collect()
+            live.mark()
+            result = run()
+            found[path] = Peak(live.extra, live.kept)
+            del result, run
+            gc.collect()
+            if live.kept > 0:
+                raise AssertionError(f"{path}: {live.kept} bytes stay on the device when its result is gone")
     return found

@@ -54,13 +54,12 @@ def find(tool: str) -> str | None:
 
 
 @cache
-def kernels() -> list[Kernel]:
-    """Every kernel of csrc/cuda for every architecture, compiled with the flags of the wheel."""
+def kernels(arch: int) -> list[Kernel]:
+    """Every kernel of csrc/cuda for one architecture, compiled with the flags of the wheel."""
     sources = [ROOT / "csrc" / "cuda" / name for name in ("adam.cu", "convert.cu", "generic.cu")]
     _wheel_flags()  # once, here: Python 3.11's parser fails now and then in two threads at a time
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda job: kernels_of(*job), [(s, arch) for s in sources for arch in ARCHS])
-        return [kernel for some in found for kernel in some]
+        return [kernel for found in pool.map(lambda source: kernels_of(source, arch), sources) for kernel in found]
 
 
 def kernels_of(source: Path, arch: int) -> list[Kernel]:
