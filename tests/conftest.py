@@ -4,11 +4,16 @@ thousands of tests in one process quick."""
 from __future__ import annotations
 
 import gc
+import os
 from collections import defaultdict
 from pathlib import Path
 from zlib import crc32
 
 import pytest
+
+# Read when torch is loaded, here and in every process that tests start. By itself its threads spin at the end of each
+# operation until the last is there: where others use the processors too, for milliseconds.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 TESTS = Path(__file__).parent
 ONE_IN = {
