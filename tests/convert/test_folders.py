@@ -176,16 +176,42 @@ def test_a_converted_folder_is_what_a_converted_dict_saves(tmp_path):
 # ---- several optimizers, several models, what is refused ----
 
 
-def test_a_state_that_no_adam_has_is_left_behind_where_it_may_be(tmp_path):
+@pytest.mark.parametrize(
+    "own", [torch.ones(2), 3, {"of": torch.ones(2), "seen": 1}, [torch.ones(2), 1]], ids=lambda own: type(own).__name__
+)
+def test_a_state_that_no_adam_has_is_left_behind_where_it_may_be(own, tmp_path):
     _, optimizer = run(torch.optim.AdamW, range(2))
     for param in trained(optimizer):
-        optimizer.state[param]["ema"] = torch.ones_like(param)
+        optimizer.state[param]["ema"] = own
     dcp.save(optimizer.state_dict(), checkpoint_id=tmp_path / "a")
     with pytest.raises(ValueError, match=r"has a state 'ema'.*drop=\['ema'\]"):
         convert_checkpoint(tmp_path / "a", tmp_path / "b", "statestream")
     assert not (tmp_path / "b").exists()
     convert_checkpoint(tmp_path / "a", tmp_path / "b", "statestream", drop=["ema"])
     assert any("ema" in key for key in keys_of(tmp_path / "a")) and not any("ema" in k for k in keys_of(tmp_path / "b"))
+
+
+def test_what_is_kept_beside_the_parameters_states_is_kept(tmp_path):
+    _, optimizer = run(torch.optim.AdamW, range(2))
+    saved = optimizer.state_dict()
+    saved["state"] |= {"notes": {"best": torch.arange(3.0), "of": {"epoch": 4}}, "seen": 5}
+    dcp.save(saved, checkpoint_id=tmp_path / "a")
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", "statestream")
+    found = {"state": {"notes": {"best": torch.zeros(3), "of": {"epoch": 0}}, "seen": 0}}
+    dcp.load(found, checkpoint_id=tmp_path / "b")
+    assert torch.equal(found["state"]["notes"].pop("best"), torch.arange(3.0))
+    assert found == {"state": {"notes": {"of": {"epoch": 4}}, "seen": 5}}
+
+
+@pytest.mark.parametrize("name", [77, "gone.weight"])
+def test_state_of_a_parameter_that_no_group_lists_is_refused(name, tmp_path):
+    _, optimizer = run(torch.optim.AdamW, range(2))
+    saved = optimizer.state_dict()
+    saved["state"][name] = dict(saved["state"][0])
+    dcp.save(saved, checkpoint_id=tmp_path / "a")
+    with pytest.raises(ValueError, match=f"state of parameter '{name}', which none of its groups lists"):
+        convert_checkpoint(tmp_path / "a", tmp_path / "b", "statestream")
+    assert not (tmp_path / "b").exists()
 
 
 def test_of_two_optimizers_the_one_that_is_named(tmp_path):

@@ -398,6 +398,9 @@ REFUSED = {
     ),
     "drop of no state": (ours, "torch", {"drop": ["ema"]}, "drop: 'ema' is no state here; choose from 'max_exp"),
     "drop as a string": (ours, "torch", {"drop": "step"}, "drop: 'step'"),
+    "drop of no names": (ours, "torch", {"drop": {1, "step"}}, "drop: 1 is not"),
+    "drop that can be read once": (ours, "torch", {"drop": iter(["step"])}, "drop: <list_iterator.*collection"),
+    "drop of none": (ours, "torch", {"drop": None}, "drop: None"),
 }
 
 

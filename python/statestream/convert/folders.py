@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from statestream.convert.folder_io import Entry, Reader, write_checkpoint
-from statestream.convert.layout import Flat, group_label, param_label
+from statestream.convert.layout import STATE, Flat, group_label, param_label
 from statestream.convert.rules import (
     ADAMS_TENSORS,
     Group,
@@ -32,7 +32,7 @@ from statestream.convert.rules import (
 )
 from statestream.convert.target import appearing
 from statestream.convert.values import dtype_of, sources, values_of
-from statestream.moments import MASTER, STEP
+from statestream.moments import MASTER, MOMENTS, STEP
 
 __all__ = ["convert_checkpoint"]
 
@@ -100,6 +100,7 @@ class _FolderView:
         inside = [k.removeprefix(self.outer) for k in reader if k.startswith(self.outer)]
         inside = [key for key in inside if key.startswith(("state.", "param_groups."))]
         self.own = {self.outer + key for key in inside}
+        """Keys that are written anew, or left out."""
         self.outer_path = self._outer_path()
         self.flat = not any(re.fullmatch(r"param_groups\.\d+\.params", key) for key in inside)
         states, settings, names = self._flat(inside) if self.flat else self._nested(inside)
@@ -133,7 +134,26 @@ class _FolderView:
         for key in members:
             if not isinstance(lists[key], (list, tuple)):
                 raise ValueError(f"{key} in the checkpoint is no list of parameters")
-        return parts.states, groups, [list(lists[key]) for key in members]
+        names = [list(lists[key]) for key in members]
+        return self._by_parameter(parts.states, {str(name) for group in names for name in group}), groups, names
+
+    def _by_parameter(self, states: dict[str, dict[str, str]], listed: set[str]) -> dict[str, dict[str, str]]:
+        """States by the parameter that has them. One that is a dict or list itself has a key for each value in it, and
+        counts as one; what a user keeps beside the parameters' is carried over."""
+        found: dict[str, dict[str, str]] = {}
+        of_a_parameter = set()
+        for name, keys in states.items():
+            owner = _owner(name, listed)
+            if owner is not None:
+                of_a_parameter |= {self.outer + key for key in keys.values()}
+                within = name.removeprefix(owner).removeprefix(".")
+                found.setdefault(owner, {}).update((_outermost(within, what), key) for what, key in keys.items())
+            elif name.isdigit() or keys.keys() & {*MOMENTS}:
+                raise ValueError(f"the checkpoint has state of parameter {name!r}, which none of its groups lists")
+        self.own = {
+            key for key in self.own if key in of_a_parameter or not key.removeprefix(self.outer).startswith(STATE)
+        }
+        return found
 
     def _outer_path(self) -> tuple:
         """What comes before 'state' and 'param_groups' in the paths of the optimizer's entries."""
@@ -226,6 +246,21 @@ class _FolderView:
             return values_of(how, *(None if k is None else self.reader.read(k, piece) for k in (state, weight)))
 
         return Entry(key, path, metadata, make)
+
+
+def _owner(name: str, listed: set[str]) -> str | None:
+    """The parameter that states of this name are of, or are within a state of."""
+    while name not in listed:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return name
+
+
+def _outermost(within: str, what: str) -> str:
+    """Of a state in others, the name of the outermost one, unless an Adam's is called so too."""
+    first = within.split(".")[0]
+    return what if not within else f"{within}.{what}" if first in (*ADAMS_TENSORS, STEP) else first
 
 
 def _outer(reader: Reader, optimizer: str | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Flat", "group_label", "groups_of", "param_label"]
+__all__ = ["STATE", "Flat", "group_label", "groups_of", "param_label"]
 
 STATE, GROUPS = "state.", "param_groups."
 

@@ -107,9 +107,13 @@ class Request:
         ):
             if value not in allowed:
                 raise ValueError(f"{name}: {value!r} is not known; use {_either(allowed)}")
-        if isinstance(self.drop, str) or (needed := sorted(set(self.drop) & {*MOMENTS})):
-            found = self.drop if isinstance(self.drop, str) else needed[0]
-            raise ValueError(f"drop: {found!r} is not one that may be lost; give a collection of {_either(DROPPABLE)}")
+        wrong = [self.drop]
+        if isinstance(self.drop, Collection) and not isinstance(self.drop, str):
+            wrong = [name for name in self.drop if not isinstance(name, str) or name in MOMENTS]
+        if wrong:
+            raise ValueError(
+                f"drop: {wrong[0]!r} is not one that may be lost; give a collection of {_either(DROPPABLE)}"
+            )
         if self.masters is not None and (self.masters == "weights") != (self.to == TORCH):
             raise ValueError(
                 f"masters={self.masters!r} with to={self.to!r}: torch.optim.AdamW keeps no masters, they may become "
