@@ -25,7 +25,7 @@ from statestream.interrupts import interrupts_held
 from statestream.kernels import AdamOptions
 from statestream.memory import MemoryReport, report_of
 from statestream.moments import MASTER, STEP, StateFormat
-from statestream.promised_state import PromisedState
+from statestream.promised_state import PromisedState, made
 from statestream.rounding import Rounding
 from statestream.scaling import count_on_device, device_scalars, scaling_of
 from statestream.state_dict import FORMAT_VERSION
@@ -334,7 +334,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         weight it stays."""
         params, locals = [], []
         for param in self._params():
-            state = self.state.made(param)
+            state = made(self.state, param)
             if state is None or MASTER not in state:
                 continue
             self._keeper.follow(param, state)
@@ -354,7 +354,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         is not counted, nor made. A step here takes no device memory of its own."""
         return report_of(
             self._params(),
-            {param: self._keeper.with_scales(param, self.state.made(param)) for param in self._params()},
+            {param: self._keeper.with_scales(param, made(self.state, param)) for param in self._params()},
             "decoupled_grad" if self.use_decoupled_grad else "grad",
             step_device=0 if self._stepped else None,
             exported=self._exported,

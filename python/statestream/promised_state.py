@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["PromisedState"]
+__all__ = ["PromisedState", "made"]
 
 
 class PromisedState(defaultdict):
@@ -49,10 +49,12 @@ class PromisedState(defaultdict):
             self[key] = made
         return made is not None
 
-    def made(self, key: Tensor) -> dict[str, Any] | None:
-        """What is there already; looking so makes nothing."""
-        return super().get(key)
-
     def __reduce__(self):
         # The owner's method stays behind; the owner's copy binds its own (Optimizer.__setstate__).
         return (PromisedState, (), None, None, iter(self.items()))
+
+
+def made(states: dict[Tensor, dict[str, Any]], param: Tensor) -> dict[str, Any] | None:
+    """A parameter's state if it is there already; looking so makes nothing. `states` may be any dictionary: trainers
+    reset an optimizer by giving it another."""
+    return dict.get(states, param)

@@ -28,7 +28,7 @@ from statestream.foreign import (
     readable,
 )
 from statestream.moments import MASTER, MOMENTS, STEP, StateFormat
-from statestream.promised_state import PromisedState
+from statestream.promised_state import made
 from statestream.sharding import local_share
 from statestream.tensors import is_fake, local_of, same_layout
 
@@ -82,7 +82,7 @@ class LoadPlan:
 
 
 def plan_load(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]], form: StateFormat, states: PromisedState
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], form: StateFormat, states: dict[Tensor, Any]
 ) -> LoadPlan:
     """Checks a whole state dict against the optimizer, whose state is `states`, and says what to write; writes nothing.
 
@@ -117,7 +117,7 @@ def plan_load(
                 continue
             seen.add(id(param))
             state = state_dict["state"].get(key)
-            own = states.made(param) or {}
+            own = made(states, param) or {}
             with named_in_errors(label):
                 plan.params.append(_checked_state(state, saved.get(STEP), param, label, form, own))
     check_states_are_listed(state_dict["state"], keys)

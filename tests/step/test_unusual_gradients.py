@@ -1,6 +1,7 @@
 """Gradients, parameters and surroundings that nobody lists until they break something."""
 
 import collections
+import copy
 import threading
 
 import pytest
@@ -145,6 +146,19 @@ def test_state_put_aside_and_emptied_by_a_trainer_is_made_again():
     train(optimizer, range(3, 4))
     assert optimizer.state[param]["step"].item() == 1
     assert set(optimizer.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq", "master_param"}
+
+
+def test_an_optimizer_that_was_reset_by_a_dictionary_of_ones_own_goes_on():
+    mode = Mode(BF16, BF16, BF16, "fp32")
+    optimizer = FusedAdam([torch.nn.Parameter(torch.ones(5, dtype=BF16))], lr=0.1, **mode.arguments)
+    train(optimizer, range(2))
+    saved, of_two_steps = copy.deepcopy(optimizer.state_dict()), snapshot(optimizer)
+    bytes_held = optimizer.memory_report().host
+    optimizer.state = collections.defaultdict(dict)
+    optimizer.refresh_masters()
+    optimizer.load_state_dict(saved)
+    assert differences(of_two_steps, snapshot(optimizer)) == []
+    assert optimizer.memory_report().host == bytes_held
 
 
 def test_default_dtype_and_deterministic_fill_change_no_bit():
