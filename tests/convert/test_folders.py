@@ -192,15 +192,18 @@ def test_a_state_that_no_adam_has_is_left_behind_where_it_may_be(own, tmp_path):
 
 
 def test_what_is_kept_beside_the_parameters_states_is_kept(tmp_path):
-    _, optimizer = run(torch.optim.AdamW, range(2))
-    saved = optimizer.state_dict()
-    saved["state"] |= {"notes": {"best": torch.arange(3.0), "of": {"epoch": 4}}, "seen": 5}
+    model, optimizer = run(torch.optim.AdamW, range(2), dtype=BF16)
+    saved = parts(model, optimizer, flat=False)
+    averages = {name: torch.full_like(weight, 2) for name, weight in saved["model"].items()}  # named as the weights are
+    saved["optim"]["state"] |= {"averages": averages, "notes": {"of": {"epoch": 4}}, "seen": 5}
     dcp.save(saved, checkpoint_id=tmp_path / "a")
-    convert_checkpoint(tmp_path / "a", tmp_path / "b", "statestream")
-    found = {"state": {"notes": {"best": torch.zeros(3), "of": {"epoch": 0}}, "seen": 0}}
+    convert_checkpoint(tmp_path / "a", tmp_path / "b", "statestream", masters="float32")
+    empty = {name: torch.zeros_like(average) for name, average in averages.items()}
+    found = {"optim": {"state": {"averages": empty, "notes": {"of": {"epoch": 0}}, "seen": 0}}}
     dcp.load(found, checkpoint_id=tmp_path / "b")
-    assert torch.equal(found["state"]["notes"].pop("best"), torch.arange(3.0))
-    assert found == {"state": {"notes": {"of": {"epoch": 4}}, "seen": 5}}
+    state = found["optim"]["state"]
+    assert all(same_bits(state["averages"][name], average) for name, average in averages.items())
+    assert (state["notes"], state["seen"]) == ({"of": {"epoch": 4}}, 5)
 
 
 @pytest.mark.parametrize("name", [77, "gone.weight"])

@@ -100,7 +100,8 @@ class _FolderView:
         inside = [k.removeprefix(self.outer) for k in reader if k.startswith(self.outer)]
         inside = [key for key in inside if key.startswith(("state.", "param_groups."))]
         self.own = {self.outer + key for key in inside}
-        """Keys that are written anew, or left out."""
+        self.beside: set[str] = set()
+        """Of these, what a user keeps beside the parameters' states."""
         self.outer_path = self._outer_path()
         self.flat = not any(re.fullmatch(r"param_groups\.\d+\.params", key) for key in inside)
         states, settings, names = self._flat(inside) if self.flat else self._nested(inside)
@@ -139,7 +140,7 @@ class _FolderView:
 
     def _by_parameter(self, states: dict[str, dict[str, str]], listed: set[str]) -> dict[str, dict[str, str]]:
         """States by the parameter that has them. One that is a dict or list itself has a key for each value in it, and
-        counts as one; what a user keeps beside the parameters' is carried over."""
+        counts as one."""
         found: dict[str, dict[str, str]] = {}
         of_a_parameter = set()
         for name, keys in states.items():
@@ -150,9 +151,7 @@ class _FolderView:
                 found.setdefault(owner, {}).update((_outermost(within, what), key) for what, key in keys.items())
             elif name.isdigit() or keys.keys() & {*MOMENTS}:
                 raise ValueError(f"the checkpoint has state of parameter {name!r}, which none of its groups lists")
-        self.own = {
-            key for key in self.own if key in of_a_parameter or not key.removeprefix(self.outer).startswith(STATE)
-        }
+        self.beside = {key for key in self.own if key.startswith(self.outer + STATE)} - of_a_parameter
         return found
 
     def _outer_path(self) -> tuple:
@@ -204,7 +203,8 @@ class _FolderView:
             for what, value in settings.items():
                 entry = Entry.of(*self._place("param_groups", names[0] if self.flat else number, what), value)
                 entries[entry.key] = entry
-        others = [self._carried(key) for key in self.reader if key not in self.own and key not in weights]
+        replaced = (self.own - self.beside) | weights.keys()
+        others = [self._carried(key) for key in self.reader if key not in replaced]
         return [*others, *weights.values(), *entries.values()]
 
     def _place(self, kind: str, of: str | int, what: str) -> tuple[str, tuple | None]:
