@@ -52,7 +52,7 @@ def bytes_of(name: str) -> tuple[int, int]:
     return loaded + width[grad] + moments, stored + moments
 
 
-# Compiling takes six seconds an architecture.
+# Compiling takes four seconds an architecture.
 archs = pytest.mark.parametrize("arch", [a if a <= 90 else pytest.param(a, marks=pytest.mark.long) for a in ARCHS])
 
 
