@@ -44,7 +44,7 @@ def test_a_row_never_touched_stays_and_only_decays(dtypes, eps, form):
 
 
 def test_zeros_are_not_slow(form):
-    """No zero may fall into the slow path that a denormal takes: at most three times as long."""
+    """No zero may fall into the slow path that a denormal takes, which is 2.7 times as long where it was measured."""
     n = 1 << 18
     usual = State.of(random_values(n, seed=2), ALL_F32)
     zeros = State.of(Values(*(torch.zeros(n) for _ in range(4))), ALL_F32)
@@ -56,7 +56,7 @@ def test_zeros_are_not_slow(form):
 
     # By turns, so that a machine that is busy for a while is so for both.
     times = [(time_of(zeros), time_of(usual)) for _ in range(30)]
-    assert min(zero for zero, _ in times) < 3 * min(other for _, other in times)
+    assert min(zero for zero, _ in times) < 1.5 * min(other for _, other in times)
 
 
 @pytest.mark.parametrize("dtypes", ALL_DTYPES[::3], ids=str)

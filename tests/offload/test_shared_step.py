@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -163,30 +164,35 @@ def test_in_inference_mode(where):
 
 
 def test_the_gil_is_free_while_the_host_computes(on_device):
-    """The main thread counts while one thread of the worker's updates 64 MB."""
+    """Another thread goes on while one thread of the worker's updates 64 MB, in milliseconds a call. In some step it is
+    never held up: in any, others of the machine may hold it up too."""
     on_device(Beyond())
     params = [torch.nn.Parameter(torch.ones(4_000_000))]
     optimizer = CPUOffloadOptimizer(FusedAdam(params), cpu_fraction=1, cpu_threads=1)
     params[0].grad = torch.ones_like(params[0])
     optimizer.step()
-    counted, over = [0], threading.Event()
+    ticks, over = [0.0], threading.Event()
 
-    def count():
+    def tick():
         while not over.is_set():
-            counted[0] += 1
+            ticks.append(time.perf_counter())
             time.sleep(0)
 
-    def counts_a_second():
-        began, at = time.perf_counter(), counted[0]
+    def share_held_up() -> float:
+        """Of a step's time, what lies in gaps between ticks of half a millisecond and more."""
+        first, began = len(ticks), time.perf_counter()
         optimizer.step()
-        return (counted[0] - at) / (time.perf_counter() - began)
+        ended = time.perf_counter()
+        times = [began, *(t for t in ticks[first:] if t < ended), ended]
+        return sum(gap for a, b in pairwise(times) if (gap := b - a) > 5e-4) / (ended - began)
 
-    counter = threading.Thread(target=count)
-    counter.start()
-    rates = [counts_a_second() for _ in range(10)]
-    over.set()
-    counter.join()
-    assert max(rates) > 1000, rates  # in one of them: others of the machine may take a processor for a whole step
+    other = threading.Thread(target=tick)
+    other.start()
+    try:
+        assert any(share_held_up() < 0.05 for _ in range(60))
+    finally:
+        over.set()
+        other.join()
 
 
 def test_no_thread_is_left_after_a_step_and_the_optimizer_can_go(where):
