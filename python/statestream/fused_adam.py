@@ -285,6 +285,19 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             else:
                 group[STEP] += 1
         self._stepped = True
+        self._forget_replaced()
+
+    def _forget_replaced(self) -> None:
+        """Holds no parameters any more that were replaced in their groups, and their state taken out, by hand."""
+        scales, watch = self._keeper.scales, self._table.watch
+        if len(scales) > len(self.state):
+            for param in [param for param in scales if made(self.state, param) is None]:
+                self._keeper.forget(param)
+        if watch.count > sum(len(group["params"]) for group in self.param_groups):
+            members = {id(param) for param in self._params()}
+            for param in watch.params():
+                if id(param) not in members:
+                    watch.forget(param)
 
     def _options(self, group: dict[str, Any]) -> AdamOptions:
         beta1, beta2 = group["betas"]

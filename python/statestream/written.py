@@ -83,6 +83,14 @@ class WriteWatch:
         seen = _Seen(list(params), looks, memories)
         self._places.update((identity, (seen, place)) for place, identity in enumerate(looks.ids))
 
+    @property
+    def count(self) -> int:
+        """How many parameters are remembered, and held."""
+        return len(self._places)
+
+    def params(self) -> list[Tensor]:
+        return [seen.params[place] for seen, place in self._places.values()]
+
     def forget(self, param: Tensor | None = None) -> None:
         """The parameter (or every one) counts as written, and is held no longer."""
         if param is None:

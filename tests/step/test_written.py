@@ -115,6 +115,24 @@ def test_what_is_kept_does_not_grow_with_the_sets_that_parameters_were_stepped_i
         assert bytes_remembered(params, sets) < 1.2 * one_by_one
 
 
+@pytest.mark.parametrize("arguments", [{"master_weights": True}, {"exp_avg_dtype": "fp8"}], ids=str)
+def test_parameters_that_were_replaced_with_their_state_are_freed_by_the_next_step(arguments):
+    """As trainers do that grow and prune a model."""
+    optimizer = FusedAdam([Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(3)], **arguments)
+    group = optimizer.param_groups[0]
+    for _ in range(3):
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        replaced = [weakref.ref(param) for param in group["params"]]
+        for place in range(3):
+            del optimizer.state[group["params"][place]]
+            group["params"][place] = param = Parameter(torch.ones(4, dtype=torch.bfloat16))
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert [param() for param in replaced] == [None] * 3
+
+
 def test_a_parameter_that_was_replaced_is_freed_by_the_next_export():
     params = [Parameter(torch.zeros(4, dtype=torch.bfloat16)) for _ in range(3)]
     optimizer = FusedAdam(params, master_weights=True)
