@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import defaultdict
+from collections.abc import Generator
 from pathlib import Path
 from zlib import crc32
 
@@ -50,7 +51,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """All that was imported and collected stays to the end: without it a collection of garbage, which many tests ask
-    for, takes a millisecond and not half a second. What a test freezes besides it must not `gc.unfreeze()`."""
+    freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    result = yield
+    if nextitem is not None and nextitem.path != item.path:
+        freeze()
+    return result
+
+
+def freeze() -> None:
+    """What is there by now (imports, tests, reports) stays to the end: without it a collection of garbage, which many
+    tests ask for, takes a millisecond and not half a second. No test may `gc.unfreeze()`."""
     gc.collect()
     gc.freeze()
