@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+import mmap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,14 +32,15 @@ def peak_extra_bytes(work: Callable[[], object]) -> int:
     for _ in range(MEASUREMENTS):
         _start_the_peak_anew()  # first, to skip where nothing below is there either
         settle()
-        before = _Resident.now()
-        _start_the_peak_anew()
-        result = work()
-        peak = _status("VmHWM")
-        del result
-        settle()
-        if _Resident.now().is_comparable_with(before):
-            return peak - before.own - before.files
+        with _free_resident_memory_held_back():
+            before = _Resident.now()
+            _start_the_peak_anew()
+            result = work()
+            peak = _status("VmHWM")
+            del result
+            settle()
+            if _Resident.now().is_comparable_with(before):
+                return peak - before.own - before.files
     raise RuntimeError(f"in each of {MEASUREMENTS} measurements resident pages were taken away, or freed by others")
 
 
@@ -50,6 +53,38 @@ def settle() -> None:
     """Gives freed memory back to the system: it would be taken for memory in use, or serve the work unseen."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextmanager
+def _free_resident_memory_held_back() -> Iterator[None]:
+    """What the C library keeps of freed memory whatever it is asked (the end of a thread's arena, for one) is allocated
+    meanwhile: in the work's hands it would not be seen."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = (ctypes.c_size_t,)
+    libc.free.argtypes = (ctypes.c_void_p,)
+    held, passed = [], []
+    for nbytes in (1 << shift for shift in range(25, 17, -1)):  # larger blocks are never kept
+        for _ in range(16):
+            if block := libc.malloc(nbytes):
+                is_kept = _resident_pages(libc, block, nbytes) > nbytes // mmap.PAGESIZE // 4
+                (held if is_kept else passed).append(block)
+    for block in passed:
+        libc.free(block)
+    try:
+        yield
+    finally:
+        for block in held:
+            libc.free(block)
+
+
+def _resident_pages(libc: ctypes.CDLL, address: int, nbytes: int) -> int:
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = (address + nbytes - first) // mmap.PAGESIZE
+    found = (ctypes.c_ubyte * pages)()
+    if libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE), found):
+        return 0
+    return sum(page & 1 for page in found)
 
 
 @dataclass(frozen=True)
