@@ -7,6 +7,17 @@
 #include "threads.h"
 
 namespace statestream {
+namespace {
+
+// What a thread takes at once. The longer the pieces, the less often its streams of memory begin anew; but each thread
+// has several to take, as not all are equally fast.
+int64_t chunk_elements(int64_t elements, int threads) {
+  constexpr int64_t kLongest = 16 * kChunkElements;
+  const int64_t share = elements / (8 * threads) / kChunkElements * kChunkElements;
+  return std::clamp(share, kChunkElements, kLongest);
+}
+
+}  // namespace
 
 void advance_steps(const TensorRow *rows, int64_t n) {
   for (int64_t i = 0; i < n; ++i) *(float *)rows[i].step += 1.0f;
@@ -18,19 +29,21 @@ void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, 
   const DefaultFloatingPoint environment;
   const AdamRange hot = extras.stochastic ? nullptr : form.adam(formats);
   const GenericCall call{formats, extras.seed, extras.stochastic};
+  int64_t elements = 0;
+  for (int64_t i = 0; i < n; ++i) elements += rows[i].numel;
+  // Below a chunk's worth a thread costs more than it brings.
+  threads = (int)std::max<int64_t>(std::min<int64_t>(threads, chunks_of(elements, kChunkElements)), 1);
+  const int64_t chunk_length = chunk_elements(elements, threads);
   std::vector<AdamScalars<float>> scalars(n);
   std::vector<int64_t> first_chunk(n);
-  int64_t chunks = 0, elements = 0;
+  int64_t chunks = 0;
   for (int64_t i = 0; i < n; ++i) {
     const float step = *(const float *)rows[i].step;
     const bool same = i && step == *(const float *)rows[i - 1].step;
     scalars[i] = same ? scalars[i - 1] : adam_scalars(options, step, grad_scale);
     first_chunk[i] = chunks;
-    chunks += chunks_of(rows[i].numel, kChunkElements);
-    elements += rows[i].numel;
+    chunks += chunks_of(rows[i].numel, chunk_length);
   }
-  // Below a chunk's worth a thread costs more than it brings.
-  threads = (int)std::min<int64_t>(threads, chunks_of(elements, kChunkElements));
 
   const auto update = [&](int64_t i, int64_t begin, int64_t end) {
     if (hot)
@@ -44,8 +57,8 @@ void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, 
   }
   parallel_for(chunks, threads, [&](int64_t chunk) {
     const int64_t i = row_of_chunk(first_chunk.data(), n, chunk);
-    const int64_t begin = (chunk - first_chunk[i]) * kChunkElements;
-    update(i, begin, std::min(begin + kChunkElements, rows[i].numel));
+    const int64_t begin = (chunk - first_chunk[i]) * chunk_length;
+    update(i, begin, std::min(begin + chunk_length, rows[i].numel));
   });
 }
 

@@ -41,6 +41,17 @@ def test_rows_of_one_call_are_each_as_if_stepped_alone(dtypes, threads):
         assert_same_bits(result, updated(row, dtypes), f"row {i}")
 
 
+@pytest.mark.parametrize("threads", [2, 3, 16])
+def test_pieces_of_any_length_are_as_the_whole(threads):
+    """The more there is for each thread, the longer are the pieces that it takes: three lengths here."""
+    for numel in (45 * CHUNK + 17, 80 * CHUNK - 1):
+        rows = [State.of(random_values(n, seed=n), ALL_BF16, 3) for n in (numel, 5, numel // 3)]
+        together = [row.clone() for row in rows]
+        update(together, ALL_BF16, threads=threads)
+        for i, (row, result) in enumerate(zip(rows, together, strict=True)):
+            assert_same_bits(result, updated(row, ALL_BF16, threads=1), f"row {i} of {numel}")
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_conversions_do_not_depend_on_threads(threads, form, monkeypatch):
     monkeypatch.setenv("STATESTREAM_NUM_THREADS", str(threads))

@@ -68,9 +68,7 @@ SANITIZERS = {
         library="libubsan.so",
         variable="UBSAN_OPTIONS",
         options=("print_stacktrace=1",),
-        fault=Edit(
-            "csrc/cpu/adam.cpp", "elements += rows[i].numel;", "elements += rows[i].numel; rows[i].numel << 63;"
-        ),
+        fault=Edit("csrc/cpu/adam.cpp", "first_chunk[i] = chunks;", "first_chunk[i] = chunks; rows[i].numel << 63;"),
     ),
     "thread": Sanitizer(
         flags=("-fsanitize=thread", "-fno-omit-frame-pointer", "-g1"),
