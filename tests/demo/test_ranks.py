@@ -1,8 +1,10 @@
 """`statestream demo --ranks N`: real processes, FSDP2 over gloo, resumed on as many ranks and on half as many."""
 
+import errno
 import re
 
 import pytest
+from statestream.demo import ranks as ranks_module
 from statestream.demo import settings as settings_module
 from statestream.demo.ranks import CLOSE, RanksOutcome
 from statestream.demo.settings import Settings
@@ -24,6 +26,18 @@ def test_two_ranks_resume_bit_for_bit_and_one_rank_closely(command, tmp_path):
     exported = float(re.search(r"exported to the host, by rank 0\D+([\d.]+) MB", text)[1])
     assert exported == pytest.approx(12 * 1_457_856 / 2 / 1e6, rel=0.01)  # half of the FP32 state
     assert sorted(path.name for path in tmp_path.iterdir()) == ["loss.png", "memory.png"]
+
+
+def without_room(settings, progress, folder, world):
+    """A part of the demo on a full disk."""
+    if world.rank == 1:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_checkpoint_that_cannot_be_written_on_one_rank_is_said_in_its_words(tmp_path):
+    settings = Settings.checked(device="cpu", ranks=2, steps=2, out=tmp_path, moments="bf16", seed=0)
+    with pytest.raises(OSError, match="No space left on device"):
+        ranks_module._spawn(settings, 2, without_room, tmp_path, lambda *_: None)
 
 
 @pytest.mark.long

@@ -71,6 +71,7 @@ def _free_resident_memory_held_back() -> Iterator[None]:
                 (held if is_kept else passed).append(block)
     for block in passed:
         libc.free(block)
+    libc.malloc_trim(0)  # each of these has touched a page
     try:
         yield
     finally:

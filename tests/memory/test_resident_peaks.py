@@ -1,5 +1,6 @@
 """The tests' own measure of peaks (helpers.memory) on a system that takes pages away while it looks."""
 
+import ctypes
 import gc
 import mmap
 import sys
@@ -50,6 +51,17 @@ def work_that_loses_file_pages(pages, times):
         passing()
 
     return work
+
+
+def test_looking_for_free_memory_is_no_disturbance_of_its_own(monkeypatch):
+    """Where the C library takes large blocks from its heap, as it does once one of 32 MiB was freed."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    for nbytes in (32 * MIB - 8192, 32 * MIB - 4096):
+        libc.free(libc.malloc(nbytes))
+    peak_extra_bytes(passing)  # pages of files that it needs
+    monkeypatch.setattr(memory, "MEASUREMENTS", 2)
+    assert peak_extra_bytes(passing) == NEAR
 
 
 @pytest.mark.parametrize("times", [1, 3])

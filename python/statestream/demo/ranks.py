@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessException
 
 from statestream.demo.compare import Difference
 from statestream.demo.data import Corpus
@@ -99,7 +101,7 @@ def _spawn(settings: Settings, ranks: int, part: Callable[..., Any], folder: Pat
         while not ended:
             ended = context.join(timeout=0.1)
             _drain(messages, progress, results)
-    except mp.ProcessException:
+    except ProcessException:
         _drain(messages, progress, results)
         if "refused" in results:
             raise OSError(results["refused"]) from None
@@ -147,3 +149,9 @@ def _rank(rank: int, ranks: int, settings: Settings, part: Callable[..., Any], f
         messages.put(("refused", str(error)))
         raise
     dist.destroy_process_group()
+    # Nothing is left to be done, and at the interpreter's own end gloo's threads abort one process of some hundred.
+    messages.close()
+    messages.join_thread()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
