@@ -60,7 +60,7 @@ def test_looking_for_free_memory_is_no_disturbance_of_its_own(monkeypatch):
     for nbytes in (32 * MIB - 8192, 32 * MIB - 4096):
         libc.free(libc.malloc(nbytes))
     peak_extra_bytes(passing)  # pages of files that it needs
-    monkeypatch.setattr(memory, "MEASUREMENTS", 2)
+    monkeypatch.setattr(memory, "SLACK", memory.SLACK // 2)
     assert peak_extra_bytes(passing) == NEAR
 
 
