@@ -17,6 +17,7 @@ from statestream.convert.rules import Request
 from statestream.convert.scratch import Scratch
 from statestream.convert.state_dicts import StateDictView
 from statestream.convert.target import appearing
+from statestream.interrupts import interrupts_held
 from statestream.moments import MASTER
 
 __all__ = ["convert_file"]
@@ -203,12 +204,17 @@ def _members(state_dict: Mapping) -> tuple[list[Hashable], list[Hashable]]:
 
 
 class _Counted:
-    """A binary file that says how much was written to it."""
+    """A binary file that says how much was written to it. Where `stop` says so it raises KeyboardInterrupt, once: the
+    archive is completed after that, and what is raised from there would end the process."""
 
-    def __init__(self, file: BinaryIO, said: Callable[[int], object]):
-        self.file, self.said, self.written = file, said, 0
+    def __init__(self, file: BinaryIO, said: Callable[[int], object], stop: Callable[[], bool]):
+        self.file, self.said, self.stop = file, said, stop
+        self.written, self.stopped = 0, False
 
     def write(self, data: bytes) -> int:
+        if not self.stopped and self.stop():
+            self.stopped = True
+            raise KeyboardInterrupt
         count = self.file.write(data)
         self.written += count
         self.said(self.written)
@@ -227,8 +233,8 @@ def _write(content: Any, scratch: Scratch, file: Path, progress: Callable[[int, 
             progress(done, total)
 
     scratch.fill(said)
-    with file.open("xb") as stream:
-        torch.save(content, _Counted(stream, lambda written: said(scratch.nbytes + min(written, tensors))))
+    with file.open("xb") as stream, interrupts_held() as came:
+        torch.save(content, _Counted(stream, lambda written: said(scratch.nbytes + min(written, tensors)), came))
         stream.flush()
         os.fsync(stream.fileno())  # a disk that is full may say so no earlier
     said(total)
