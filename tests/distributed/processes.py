@@ -5,6 +5,7 @@ A claim is a function of a folder, run by every rank at once; it fails where any
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -49,11 +50,10 @@ def run_claims(ranks: int, claims: Mapping[str, Claim], folder: Path, seconds: f
     )
     deadline = time.monotonic() + seconds
     try:
-        while not context.join(timeout=1):
-            if time.monotonic() > deadline:
-                break
-    except mp.ProcessExitedException:
-        pass  # gloo aborts where collectives do not match; the reports say how far each rank came
+        # gloo aborts where collectives do not match; the reports say how far each rank came.
+        with contextlib.suppress(mp.ProcessExitedException):
+            while not context.join(timeout=1) and time.monotonic() <= deadline:
+                continue
     finally:
         for process in context.processes:
             if process.is_alive():

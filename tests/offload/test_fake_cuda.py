@@ -24,7 +24,7 @@ class FakeCuda(HostDevice):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def free(self, block):
-        pass  # when the last reference goes
+        """When the last reference goes."""
 
 
 def sharded(mesh, shape):

@@ -222,10 +222,8 @@ class CudaDevice:
             raise RuntimeError(f"cudaHostRegister failed with error {code}")
 
     def _unpin(self, address: int) -> None:
-        try:
-            with torch.cuda.device(self.torch_device):
-                with contextlib.suppress(RuntimeError):
-                    torch.cuda.synchronize(self.torch_device)  # copies may still be on their way
-                torch.cuda.cudart().cudaHostUnregister(address)
-        except (AttributeError, RuntimeError, TypeError):
-            pass  # the interpreter or the driver is going away, and with it the registration
+        # Where the interpreter or the driver is going away, the registration goes with it.
+        with contextlib.suppress(AttributeError, RuntimeError, TypeError), torch.cuda.device(self.torch_device):
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.synchronize(self.torch_device)  # copies may still be on their way
+            torch.cuda.cudart().cudaHostUnregister(address)
