@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import resource
 import signal
 import subprocess
@@ -228,3 +229,70 @@ def test_a_real_ctrl_c_is_one_line_and_leaves_nothing(tmp_path):
         (tmp_path / "new.pt").unlink()  # on a busy machine it was done before the signal came
     assert found == (130, "", "statestream: interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == ["ours.pt"]
+
+
+ENDS_AN_ARCHIVE = """
+import os, signal, sys
+from pathlib import Path
+from statestream.convert import convert_file
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def interrupted_before(number):
+    left = number
+
+    def local(frame, event, argument):
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == -1:
+                signal.raise_signal(signal.SIGINT)
+        return local
+
+    def enter(frame, event, argument):
+        ends = frame.f_code.co_name == "__exit__" and frame.f_code.co_filename.endswith("serialization.py")
+        return local if ends and Path(".new.pt.part").exists() else None
+
+    sys.settrace(enter)
+    try:
+        convert_file("ours.pt", "new.pt", "statestream", masters="float32")
+    except KeyboardInterrupt:
+        return "interrupted"
+    finally:
+        sys.settrace(None)
+    return "done" if left >= 0 else "lost"
+
+
+number, said = 0, ""
+while said != "done":
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write, interrupted_before(number).encode())
+        os._exit(0)
+    os.close(write)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    said = os.read(read, 20).decode() or f"ended with {status}"
+    print(said, sorted(os.listdir()))
+    Path("new.pt").unlink(missing_ok=True)
+    number += 1
+    if number > 200 or said.startswith("ended"):
+        break
+"""
+
+
+def test_ctrl_c_at_any_line_that_ends_the_archive_ends_no_process(tmp_path):
+    """There torch lets a destructor complete the archive, in a file that may be closed by then."""
+    adam_file(tmp_path / "ours.pt", 1, 2)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_AN_ARCHIVE],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    *interrupted, last = done.stdout.splitlines()
+    assert last == "done ['new.pt', 'ours.pt']", done.stdout + done.stderr
+    assert len(interrupted) > 1 and set(interrupted) == {"interrupted ['ours.pt']"}, interrupted
