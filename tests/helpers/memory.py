@@ -1,7 +1,8 @@
 """How much more memory a piece of work needs at its peak than before it began, by resident bytes of this process.
 
 The system counts a peak of all resident pages, pages of files among them, and those it takes away and brings back as it
-likes. A figure holds only where as many of them were there before the work as after it; else the work is measured anew.
+likes. A figure holds only where as many of them were there before the work as after it, and another agrees with it;
+else the work is measured anew.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ def peak_extra_bytes(work: Callable[[], object]) -> int:
     """Bytes of the process's peak resident memory over those before, while `work` runs and what it returned lives.
 
     Sees native temporaries as well as tensors. `work` runs once or several times, and has to need the same each time.
-    Skips where the system cannot reset its peak counter; RuntimeError where no measurement was undisturbed.
+    Two measurements have to agree: pages of files that come and go within one are in its peak, and nothing else shows
+    them.
+    Skips where the system cannot reset its peak counter; RuntimeError where no two were undisturbed and agreed.
     """
+    figures: list[int] = []
     for _ in range(MEASUREMENTS):
         _start_the_peak_anew()  # first, to skip where nothing below is there either
         settle()
@@ -40,8 +44,13 @@ def peak_extra_bytes(work: Callable[[], object]) -> int:
             del result
             settle()
             if _Resident.now().is_comparable_with(before):
-                return peak - before.own - before.files
-    raise RuntimeError(f"in each of {MEASUREMENTS} measurements resident pages were taken away, or freed by others")
+                figure = peak - before.own - before.files
+                if any(abs(figure - other) <= SLACK for other in figures):
+                    return figure
+                figures.append(figure)
+    raise RuntimeError(
+        f"in {MEASUREMENTS} measurements resident pages were taken away, or freed by others; what was left: {figures}"
+    )
 
 
 def own_resident_bytes() -> int:

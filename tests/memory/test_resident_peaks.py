@@ -99,6 +99,22 @@ def test_pages_of_files_that_come_during_the_work_are_not_its_own(file_pages):
     assert peak_extra_bytes(lambda: (sum(file_pages[:: mmap.PAGESIZE]), passing())) == NEAR
 
 
+def test_pages_of_files_that_come_and_go_during_the_work_are_not_its_own(file_pages):
+    file_pages.madvise(mmap.MADV_DONTNEED)
+    runs = []
+
+    def work():
+        block = torch.ones(NEED, dtype=torch.uint8)
+        if len(runs) == 1:  # the first measurement may need other files' pages
+            sum(file_pages[:: mmap.PAGESIZE])
+            file_pages.madvise(mmap.MADV_DONTNEED)
+        runs.append(block.numel())
+
+    assert peak_extra_bytes(work) == NEAR
+    runs[:] = [None]  # now the first one has them
+    assert peak_extra_bytes(work) == NEAR
+
+
 def test_memory_that_others_free_during_the_work_hides_nothing():
     others = [torch.ones(24 * MIB, dtype=torch.uint8)]
 
