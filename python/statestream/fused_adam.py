@@ -213,7 +213,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             added["lr"] = added["lr"].detach().clone()
         if self.capturable:
             device = local_of(added["params"][0]).device if added["params"] else torch.device("cpu")
-            added["lr"] = torch.as_tensor(added["lr"], dtype=torch.float32).to(device)
+            added["lr"] = torch.as_tensor(added["lr"], dtype=torch.float32, device=device)
             added[STEP] = torch.tensor(as_number(added[STEP]), dtype=torch.float32, device=device)
 
     def _make_state(self, param: Tensor) -> dict[str, Any] | None:

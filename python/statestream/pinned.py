@@ -107,7 +107,7 @@ def host_tensors(
 
 
 def _pinned_block(nbytes: int) -> Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _aligned(nbytes: int) -> int:

@@ -46,14 +46,15 @@ def count_on_device(group: dict[str, Any], found_inf: Tensor | None) -> None:
     if group["params"]:
         device = local_of(group["params"][0]).device
     else:
-        device = torch.as_tensor(group[STEP]).device if found_inf is None else found_inf.device
+        known = next((t for t in (found_inf, group[STEP]) if isinstance(t, Tensor)), None)
+        device = torch.device("cpu") if known is None else known.device
     group[STEP] = _as_scalar(group[STEP], device)
     kernels.advance_steps(device, [group[STEP]], _there(found_inf, device))
 
 
 def _as_scalar(value: float | Tensor, device: torch.device) -> Tensor:
     """`value` itself where a kernel can read it."""
-    return torch.as_tensor(value, dtype=torch.float32).to(device)
+    return torch.as_tensor(value, dtype=torch.float32, device=device)
 
 
 def _there(scalar: Tensor | None, device: torch.device) -> Tensor | None:

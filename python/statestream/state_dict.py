@@ -216,7 +216,8 @@ def _checked_setting(key: str, value: Any, group: dict[str, Any], number: int) -
         raise ValueError(f"{what}: a tensor on {value.device} without data in the state dict")
     if isinstance(live, Tensor):
         try:
-            return torch.as_tensor(value, dtype=live.dtype).detach().reshape(live.shape).clone()
+            device = value.device if isinstance(value, Tensor) else "cpu"
+            return torch.as_tensor(value, dtype=live.dtype, device=device).detach().reshape(live.shape).clone()
         except (TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"{what}: {value!r} in the state dict, a tensor of shape {tuple(live.shape)} in the optimizer"

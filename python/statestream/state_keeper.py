@@ -79,7 +79,7 @@ class StateKeeper:
             if old.tensor.shape == param.shape:
                 self.carry(old, self.stored(param, name, state[name]))
         if STEP not in state:
-            state[STEP] = torch.zeros((), dtype=torch.float32)
+            state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
         step_device = target.device if self.form.step_on_device else torch.device("cpu")
         if state[STEP].device != step_device:
             old_step = state[STEP]
@@ -133,7 +133,10 @@ class StateKeeper:
             return
         if a.dtype in SCALED and (old.scale is None or old.scale.device != a.device):
             # The payload was moved by itself, or is a plain tensor that someone put there.
-            scale = torch.ones(scale_count(a.numel()), device=a.device) if old.scale is None else old.scale.to(a.device)
+            if old.scale is None:
+                scale = torch.ones(scale_count(a.numel()), dtype=torch.float32, device=a.device)
+            else:
+                scale = old.scale.to(a.device)
             old = Stored(a, scale, root=old.root and old.scale is not None)
         new.take_over(old)
 

@@ -23,7 +23,7 @@ def make_params(mode: Mode, seed: int = 0) -> list[torch.nn.Parameter]:
     dtypes = mode.param_dtypes
     params = []
     for i, shape in enumerate(SHAPES):
-        value = torch.randn(shape, generator=generator).to(dtypes[i % len(dtypes)])
+        value = _normal(shape, generator).to(dtypes[i % len(dtypes)])
         if value.dim() == 4:
             value = value.to(memory_format=torch.channels_last)
         params.append(torch.nn.Parameter(value))
@@ -48,8 +48,13 @@ def gradient(param: torch.Tensor, index: int, step: int) -> torch.Tensor:
 @lru_cache(maxsize=1000)
 def _values(shape: tuple[int, ...], index: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1_000_003 * step + index)
-    scale = 10.0 ** (torch.rand(shape, generator=generator) * 4 - 3)
-    return torch.randn(shape, generator=generator) * scale
+    scale = 10.0 ** (torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu") * 4 - 3)
+    return _normal(shape, generator) * scale
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """The same whatever a test has made torch's default dtype and device."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def train(optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:

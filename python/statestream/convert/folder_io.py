@@ -69,7 +69,7 @@ class Reader:
         """The part of a tensor that `piece` says, in host memory."""
         metadata = self.tensors[key]
         with self._reading(key):
-            out = torch.empty(piece.sizes, dtype=metadata.properties.dtype)
+            out = torch.empty(piece.sizes, dtype=metadata.properties.dtype, device="cpu")
             if out.numel():
                 items = create_read_items_for_chunk_list(key, metadata, [piece])
                 self._storage.read_data(LoadPlan(items), _Reads({key: out})).wait()
@@ -86,7 +86,9 @@ class Reader:
         """Small values, whether they were saved as objects or as tensors. Objects of torch and of Python alone."""
         keys = list(dict.fromkeys(keys))
         outs = {
-            k: torch.empty(m.size, dtype=m.properties.dtype) for k in keys if (m := self.tensors.get(k)) is not None
+            k: torch.empty(m.size, dtype=m.properties.dtype, device="cpu")
+            for k in keys
+            if (m := self.tensors.get(k)) is not None
         }
         items = [_object_item(key) for key in keys if key not in outs]
         for key, out in outs.items():

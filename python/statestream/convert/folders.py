@@ -220,7 +220,7 @@ class _FolderView:
             weight = member.weight if needs_weight else None
             entries.append(self._tensor(*self._place("state", member.name, what), how, state, weight))
         if param.step is not None:
-            step = torch.tensor(param.step, dtype=torch.float32)
+            step = torch.tensor(param.step, dtype=torch.float32, device="cpu")
             entries.append(Entry.of(*self._place("state", member.name, STEP), step))
         return entries
 

@@ -33,11 +33,11 @@ class Scratch:
             return kept
         like = kept if weight is None else weight
         laid_out = torch.empty_like(like, dtype=dtype_of(how, None), device="meta")
-        out = torch.empty(0, dtype=laid_out.dtype)
+        out = torch.empty(0, dtype=laid_out.dtype, device="cpu")
         if laid_out.numel():
             out.set_(self._storage(laid_out.untyped_storage().nbytes()), 0, laid_out.size(), laid_out.stride())
         else:
-            out = torch.empty(like.size(), dtype=laid_out.dtype)
+            out = torch.empty(like.size(), dtype=laid_out.dtype, device="cpu")
         self.nbytes += out.nbytes
         self._left.append((out, how, kept, weight))
         return out

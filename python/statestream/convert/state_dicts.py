@@ -174,7 +174,7 @@ class StateDictView:
             if param.states:
                 states[name] = {key: self._value(name, key, how) for key, how in param.states.items()}
                 if param.step is not None:
-                    states[name][STEP] = torch.tensor(param.step, dtype=torch.float32)
+                    states[name][STEP] = torch.tensor(param.step, dtype=torch.float32, device="cpu")
         if self.flat:
             flat = {f"state.{name}.{what}": value for name, state in states.items() for what, value in state.items()}
             for name, group in zip(self.keys, groups, strict=True):

@@ -39,8 +39,9 @@ def snapshot(training: Training) -> Snapshot:
         kept["weights"][name] = local_of(param.detach()).to("cpu", copy=True)
         for kind, value in training.optimizer.state[param].items():
             kept.setdefault(kind, {})[name] = local_of(value.detach()).to("cpu", copy=True)
-    counts = [torch.as_tensor(group["step"], dtype=torch.int64) for group in training.optimizer.param_groups]
-    kept["group step"] = {f"group {i}": count for i, count in enumerate(counts)}
+    for i, group in enumerate(training.optimizer.param_groups):
+        count = torch.as_tensor(group["step"], dtype=torch.int64, device="cpu")
+        kept.setdefault("group step", {})[f"group {i}"] = count
     return kept
 
 

@@ -20,11 +20,11 @@ class ByteGPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.position = nn.Parameter(torch.empty(CONTEXT, WIDTH))
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH, dtype=torch.float32, device="cpu")
+        self.position = nn.Parameter(torch.empty(CONTEXT, WIDTH, dtype=torch.float32, device="cpu"))
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norm = _norm()
+        self.head = _linear(WIDTH, VOCABULARY, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.position, std=0.02)
 
@@ -35,15 +35,23 @@ class ByteGPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def _linear(of: int, to: int, bias: bool = True) -> nn.Linear:
+    return nn.Linear(of, to, bias=bias, dtype=torch.float32, device="cpu")
+
+
+def _norm() -> nn.LayerNorm:
+    return nn.LayerNorm(WIDTH, dtype=torch.float32, device="cpu")
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.mlp_norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.attention_norm = _norm()
+        self.qkv = _linear(WIDTH, 3 * WIDTH)
+        self.out = _linear(WIDTH, WIDTH)
+        self.mlp_norm = _norm()
+        self.up = _linear(WIDTH, 4 * WIDTH)
+        self.down = _linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.out(self._attend(self.attention_norm(x)))

@@ -147,7 +147,7 @@ def locked_memory() -> Findings:
             yield Finding("pinned memory", Verdict.NOTE, f"{said}; without a GPU nothing is pinned")
         return
     try:
-        torch.empty(_PIN_BYTES, dtype=torch.uint8, pin_memory=True)
+        torch.empty(_PIN_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         text = f"{_PIN_BYTES >> 20} MiB could not be pinned ({reason}); {said or 'no limit is known'}"

@@ -53,7 +53,8 @@ CHECKSUMS = {
 
 def numbers(seed: int) -> Tensor:
     """ELEMENTS float32 numbers with 24 significant bits between 2^-16 and 2^4, either sign; the same everywhere."""
-    word = (torch.arange(ELEMENTS, dtype=torch.int64) * 0x9E3779B1 + seed * 0x85EBCA6B) & 0xFFFFFFFF
+    index = torch.arange(ELEMENTS, dtype=torch.int64, device="cpu")
+    word = (index * 0x9E3779B1 + seed * 0x85EBCA6B) & 0xFFFFFFFF
     for shift in (15, 12):
         word = ((word ^ (word >> shift)) * 0x2C1B3C6D) & 0xFFFFFFFF
     bits = (word & 0x7FFFFF) + 0x800000

@@ -34,17 +34,21 @@ def global_norm(grads: Sequence[tuple[Tensor, Tensor | None]], norm_type: float)
         if over := _sharded_over(param):
             sharded.setdefault(over, []).append(i)
     for (mesh, dims), members in sharded.items():
-        found = torch.stack([torch.stack([norms[i], torch.tensor(float(there[i]))]) for i in members])
+        found = torch.stack([torch.stack([norms[i], _scalar(float(there[i]))]) for i in members])
         for i, (norm, present) in zip(members, _over_ranks(found, mesh, dims, norm_type), strict=True):
             norms[i], there[i] = norm, bool(present)
     kept = [norm for norm, present in zip(norms, there, strict=True) if present]
-    return torch.linalg.vector_norm(torch.stack(kept), norm_type) if kept else torch.tensor(0.0)
+    return torch.linalg.vector_norm(torch.stack(kept), norm_type) if kept else _scalar(0.0)
 
 
 def _norm(grad: Tensor | None, norm_type: float) -> Tensor:
     if grad is None or not grad.numel():  # whose largest element torch would not know
-        return torch.tensor(0.0)
+        return _scalar(0.0)
     return torch.linalg.vector_norm(grad, norm_type)
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
 
 
 def _sharded_over(param: Tensor) -> tuple[Any, tuple[int, ...]] | None:

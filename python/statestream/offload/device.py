@@ -70,7 +70,7 @@ class HostMemory:
     def block(self, nbytes: int) -> Tensor:
         """`nbytes` zero bytes as a flat uint8 tensor. OSError where there is no such memory."""
         if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _advise(mapping, "MADV_HUGEPAGE")
         with torch.inference_mode(False):
@@ -123,7 +123,7 @@ class HostDevice:
         self.clock = WallClock()
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def free(self, block: Tensor) -> None:
         """Nothing at once: a traceback's frames may hold the block, and who prints them would read freed memory."""
@@ -218,7 +218,7 @@ class CudaDevice:
         if code:
             # CUDA remembers the error and would report it at the next kernel launch, whosever that is.
             with contextlib.suppress(RuntimeError):
-                torch.empty(1, device=self.torch_device).fill_(0)
+                torch.empty(1, dtype=torch.uint8, device=self.torch_device).fill_(0)
             raise RuntimeError(f"cudaHostRegister failed with error {code}")
 
     def _unpin(self, address: int) -> None:

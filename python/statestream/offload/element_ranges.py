@@ -111,7 +111,7 @@ class ElementRanges(Units):
             if bank:
                 self.store.add(self.kinds, [self._entry(param) for param in bank])
         with torch.inference_mode(False):
-            counters = torch.zeros(len(new))
+            counters = torch.zeros(len(new), dtype=torch.float32, device="cpu")
         for param, counter in zip(new, counters, strict=True):
             self._counters[id(param)] = counter
         self._counters = {id(p): self._counters[id(p)] for p in members if id(p) in self._counters}
@@ -164,7 +164,7 @@ class ElementRanges(Units):
             arena = home.bank.arenas[self.kinds.index(name)]
             state[name] = around(arena.view(home.index, dtype, local), param)
             if dtype in SCALED:
-                of_blocks = torch.empty(scale_count(local.numel()), device="meta")
+                of_blocks = torch.empty(scale_count(local.numel()), dtype=torch.float32, device="meta")
                 arena = home.bank.arenas[self.kinds.index(scales_of(name))]
                 scales[name] = arena.view(home.index, torch.float32, of_blocks)
         if scales:

@@ -66,7 +66,8 @@ class MuonBatches(WholeParameters):
             for param in group["params"]:
                 member, state = self.members.get(id(param)), self.inner.state.get(param, {})
                 if member is not None and counter in member.kinds and counter not in state:
-                    state[counter] = self.fill(param, counter, torch.tensor(float(group["step"])))
+                    step = torch.tensor(float(group["step"]), dtype=torch.float32, device="cpu")
+                    state[counter] = self.fill(param, counter, step)
 
     # ---- what is different from elementwise optimizers ----
 
@@ -94,7 +95,8 @@ class MuonBatches(WholeParameters):
         for member in self.members.values():
             param = member.param
             if not self.inner.state.get(param):
-                self.inner.state[param] = {name: self.fill(param, name, torch.zeros(())) for name in member.kinds}
+                zero = torch.zeros((), dtype=torch.float32, device="cpu")
+                self.inner.state[param] = {name: self.fill(param, name, zero) for name in member.kinds}
 
     def _agree(self) -> None:
         """The checks of a plan, when it is new."""
