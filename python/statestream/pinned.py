@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from statestream.forks import Origin
+
 __all__ = ["MOST", "Block", "host_tensors", "pack"]
 
 MOST = 1.05
@@ -96,7 +98,7 @@ def host_tensors(
             )
             break
         buffer = (ctypes.c_byte * block.nbytes).from_address(memory.data_ptr())
-        buffer.memory = memory  # each tensor keeps the buffer, and the buffer the block
+        buffer.lease = _Lease(memory)  # each tensor keeps the buffer, and the buffer the block
         for i, offset in block.offsets.items():
             values = torch.frombuffer(buffer, dtype=dtypes[i], count=likes[i].numel(), offset=offset)
             tensors[i] = values.as_strided(likes[i].shape, likes[i].stride())
@@ -104,6 +106,17 @@ def host_tensors(
         tensors[i] if i in tensors else torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
         for i, (like, dtype) in enumerate(zip(likes, dtypes, strict=True))
     ]
+
+
+class _Lease:
+    """Keeps a block for the tensors in it."""
+
+    def __init__(self, memory: Tensor):
+        self._memory, self._origin = memory, Origin()
+
+    def __del__(self) -> None:
+        if self._origin.is_elsewhere():
+            self._origin.keep(self._memory)  # torch's allocator would call CUDA, to note when copies are done
 
 
 def _pinned_block(nbytes: int) -> Tensor:

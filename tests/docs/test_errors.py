@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from offload.test_fake_cuda import FakeCuda
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload.device import HostMemory
+from statestream.offload.host_memory import HostMemory
 from statestream.transfer import Loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict

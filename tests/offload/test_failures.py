@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload.device import HostMemory
+from statestream.offload.host_memory import HostMemory
 
 from .conftest import assert_same_training, make_params, set_grads, train
 from .makers import SignDescent

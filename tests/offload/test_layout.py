@@ -6,7 +6,7 @@ import random
 
 import pytest
 from statestream.offload.arena import Arena, Bank
-from statestream.offload.device import HostMemory
+from statestream.offload.host_memory import HostMemory
 from statestream.offload.layout import SMALL_GAP_BYTES, Layout
 from statestream.offload.plan import Unit, make_plan
 

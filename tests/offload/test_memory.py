@@ -15,7 +15,8 @@ import torch
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload import device as device_module
 from statestream.offload.arena import Arena
-from statestream.offload.device import CudaDevice, HostDevice, HostMemory, device_for
+from statestream.offload.device import CudaDevice, HostDevice, device_for
+from statestream.offload.host_memory import HostMemory
 from statestream.offload.plan import GRAIN_ELEMENTS
 
 from .conftest import Pinning, assert_same_training, make_params, set_grads, train

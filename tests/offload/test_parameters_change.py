@@ -7,7 +7,8 @@ import gc
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload.device import HostDevice, HostMemory
+from statestream.offload.device import HostDevice
+from statestream.offload.host_memory import HostMemory
 
 from .conftest import Pinning, assert_same_training, assert_same_values, make_params, train
 

@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
-from statestream.offload.device import HostMemory
+from statestream.offload.host_memory import HostMemory
 
 POISON = 0xFF  # NaN in every float format
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream.offload.device import HostMemory
+from statestream.offload.host_memory import HostMemory
 from statestream.offload.plan import Piece
 
 __all__ = ["GRADS", "Arena", "Bank"]

@@ -10,9 +10,6 @@ Memory, host and device, is a flat uint8 tensor. tests/simulated_device holds a 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import warnings
-import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -20,9 +17,10 @@ import torch
 from torch import Tensor
 
 from statestream.offload.clocks import CudaClock, WallClock
+from statestream.offload.host_memory import HostMemory
 from statestream.offload.worker import Worker
 
-__all__ = ["CudaDevice", "HostDevice", "HostMemory", "device_for"]
+__all__ = ["CudaDevice", "HostDevice", "device_for"]
 
 
 def device_for(device: torch.device) -> HostDevice | CudaDevice:
@@ -32,82 +30,6 @@ def device_for(device: torch.device) -> HostDevice | CudaDevice:
     if device.type == "cuda":
         return CudaDevice(device)
     raise ValueError(f"state cannot be streamed to parameters on {device}; they must be on a CUDA device or the CPU")
-
-
-class _Mapping(mmap.mmap):
-    """Page-aligned private memory, pinned while it lives if `unpin` is set.
-
-    `torch.frombuffer` keeps its buffer alive, so this lives as long as any tensor in it does, and is unpinned
-    before it is unmapped.
-    """
-
-    unpin: Callable[[int], None] | None = None
-    address = 0
-
-    def __del__(self) -> None:
-        if self.unpin is not None:
-            self.unpin(self.address)
-
-
-class HostMemory:
-    """Gives out host memory in exact blocks, pinned as long as the system allows it.
-
-    `pin(address, nbytes)` pins a block and raises where the system refuses; `unpin(address)` undoes it. The
-    first refusal is one warning, and from then on blocks are pageable. (torch's own pinned allocator would
-    round each block up to a power of two.) A pinned block is not there in a child that this process forks, as data
-    loaders do: the kernel would copy it for each child, or move the parent's pages from under a copy of the GPU's.
-    """
-
-    def __init__(self, pin: Callable[[int, int], None] | None = None, unpin: Callable[[int], None] | None = None):
-        self._pin, self._unpin = pin, unpin
-        self._mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of living blocks that are pinned."""
-        return sum(len(mapping) for mapping in self._mappings if mapping.unpin is not None)
-
-    def block(self, nbytes: int) -> Tensor:
-        """`nbytes` zero bytes as a flat uint8 tensor. OSError where there is no such memory."""
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        mapping = _Mapping(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _advise(mapping, "MADV_HUGEPAGE")
-        with torch.inference_mode(False):
-            block = torch.frombuffer(mapping, dtype=torch.uint8)
-        mapping.address = block.data_ptr()
-        self._keep(mapping)
-        return block
-
-    def take_over(self, other: HostMemory) -> None:
-        """Pins here what `other` gave out and did not pin: its parameters have moved to a GPU."""
-        for mapping in list(other._mappings):
-            self._keep(mapping)
-
-    def _keep(self, mapping: _Mapping) -> None:
-        self._mappings.add(mapping)
-        if self._pin is None or mapping.unpin is not None:
-            return
-        try:
-            self._pin(mapping.address, len(mapping))
-        except (RuntimeError, OSError) as error:
-            self._pin = None
-            warnings.warn(
-                f"{len(mapping)} bytes of host memory could not be pinned ({error}); optimizer state goes to "
-                "pageable memory, and copies will not overlap with computation. Raise the limit of locked "
-                "memory (ulimit -l) or give the machine more memory",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-        else:
-            mapping.unpin = self._unpin
-            _advise(mapping, "MADV_DONTFORK")
-
-
-def _advise(mapping: _Mapping, advice: str) -> None:
-    if hasattr(mmap, advice):
-        with contextlib.suppress(OSError):
-            mapping.madvise(getattr(mmap, advice))
 
 
 class HostDevice:
