@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 
 import pytest
+from faults.python_judge import PACKAGE, asked_first
 
 from .pages import ROOT, text_of
 
@@ -28,6 +30,7 @@ def named_tests(text: str) -> list[tuple[str, str]]:
     return found
 
 
+@cache
 def functions(source: str) -> set[str]:
     return {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
 
@@ -71,3 +74,10 @@ def test_control_a_name_that_is_not_there_is_seen(line, found):
 def test_every_folder_of_tests_is_on_the_page():
     named = set(re.findall(r"^\| `tests/(\w+)` \|", text_of(PAGE), re.MULTILINE))
     assert named == {path.name for path in TESTS.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+
+
+def test_every_source_has_a_test_that_is_asked_first():
+    rows = asked_first(text_of(PAGE))
+    sources = [path.relative_to(ROOT).as_posix() for path in (ROOT / PACKAGE).rglob("*.py")]
+    assert sorted(source for source, _ in rows) == sorted(sources)
+    assert [test for _, test in rows if not (ROOT / test).is_file()] == []

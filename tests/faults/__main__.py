@@ -9,12 +9,18 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import astuple
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from .judge import ROOT, Verdict, copy_tree, judge
 from .mutate import SOURCES, mutations
 from .planted import PLANTED
+from .python_judge import RUNGS, SOON, first_files, judge_python, python_sources, rungs_of
+from .python_mutate import python_mutations
+from .python_planted import PYTHON_PLANTED
 
 
 def main() -> int:
@@ -27,9 +33,18 @@ def main() -> int:
     at_random.add_argument("--seed", type=int, default=0)
     at_random.add_argument("--files", nargs="*", default=[], help="parts of names of the files to change; all without")
     at_random.add_argument("--log", type=Path, help="a file of verdicts: those in it are not judged again")
-    for command in (by_hand, at_random):
+    python = commands.add_parser("python", help="mistakes in Python code, by hand or at random")
+    python.add_argument("names", nargs="*", help="parts of names or files; all of them without")
+    python.add_argument("--random", type=int, metavar="COUNT", help="so many random ones in place of those by hand")
+    python.add_argument("--seed", type=int, default=0)
+    python.add_argument("--log", type=Path, help="a file of verdicts: those in it are not judged again")
+    python.add_argument("--again", action="store_true", help="judge again what survived")
+    python.add_argument("--until", choices=RUNGS, default="rest", help="which tests are the last to be asked")
+    for command in (by_hand, at_random, python):
         command.add_argument("--no-control", action="store_true", help="do not judge the sources as they are first")
     arguments = parser.parse_args()
+    if arguments.command == "python":
+        return _python(arguments)
     for paths in () if arguments.no_control else (frozenset({"csrc/adam_rule.h"}), frozenset()):
         control = _plant([], paths)
         if control.outcome != "survived":
@@ -46,9 +61,7 @@ def main() -> int:
 
 
 def _random(files: list[str], count: int, seed: int, log: Path | None) -> list[Verdict]:
-    known = {}
-    if log and log.exists():
-        known = {key: Verdict(*verdict) for key, verdict in map(json.loads, log.read_text().splitlines())}
+    known = _known(log)
     sources = hashlib.sha256(b"".join((ROOT / path).read_bytes() for path in files)).hexdigest()
     verdicts: list[Verdict] = []
     for mutation in mutations(ROOT, seed, files):
@@ -57,11 +70,71 @@ def _random(files: list[str], count: int, seed: int, log: Path | None) -> list[V
         key = f"{sources[:16]} {mutation.path} {mutation.start} {mutation.end} {mutation.new}"
         verdict = known.get(key) or _plant([mutation])
         if log and key not in known:
-            with log.open("a") as file:
-                file.write(json.dumps([key, [verdict.outcome, verdict.by, verdict.seconds]]) + "\n")
+            _keep(log, key, verdict)
         if verdict.outcome != "invalid":
             verdicts.append(_report(str(mutation), verdict))
     return verdicts
+
+
+def _known(log: Path | None) -> dict[str, Verdict]:
+    if log is None or not log.exists():
+        return {}
+    return {key: Verdict(*verdict) for key, verdict in map(json.loads, log.read_text().splitlines())}
+
+
+def _keep(log: Path, key: str, verdict: Verdict) -> None:
+    with log.open("a") as file:
+        file.write(json.dumps([key, astuple(verdict)]) + "\n")
+
+
+def _python(arguments: argparse.Namespace) -> int:
+    sources = [path for path in python_sources() if not arguments.names or any(n in path for n in arguments.names)]
+    if arguments.random is not None:
+        chosen: Sequence[Any] = list(islice(python_mutations(ROOT, arguments.seed, sources), arguments.random))
+        named = [(str(mutation), mutation) for mutation in chosen]
+    else:
+        named = [(f"`{Path(f.edits[0].path).name}`: {f.name}", f.edits[0]) for f in PYTHON_PLANTED]
+        words = arguments.names
+        named = [(name, edit) for name, edit in named if not words or any(w in f"{edit.path} {name}" for w in words)]
+    if not named:
+        print("no such mistake")
+        return 2
+    with tempfile.TemporaryDirectory(prefix="fault-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        if not arguments.no_control:
+            asked = first_files(edit.path for _, edit in named)
+            control = judge_python(tree, asked)
+            if control.outcome != "survived":
+                print(f"the sources as they are: {control}")
+                return 2
+        known = _known(arguments.log)
+        verdicts = []
+        for name, edit in named:
+            source = (tree / edit.path).read_text()
+            change = edit.new if arguments.random is None else f"{edit.start} {edit.end} {edit.new}"
+            key = f"{hashlib.sha256(source.encode()).hexdigest()[:16]} {edit.path} {name} {change}"
+            verdict = known.get(key)
+            rungs = rungs_of(edit.path, arguments.until)
+            if verdict is not None and not (arguments.again and verdict.outcome == "survived"):
+                asked = RUNGS if verdict.outcome == "caught" else list(RUNGS)[: list(RUNGS).index(verdict.rung) + 1]
+                rungs = {rung: tests for rung, tests in rungs.items() if rung not in asked}
+            if rungs:
+                edit.apply(tree)
+                try:
+                    verdict = judge_python(tree, rungs)
+                finally:
+                    (tree / edit.path).write_text(source)
+                if arguments.log:
+                    _keep(arguments.log, key, verdict)
+            verdicts.append(_report(name, verdict))
+    status = _summary(verdicts, 1.0 if arguments.random is None else 0.9)
+    caught = [v for v in verdicts if v.outcome == "caught"]
+    by_rung = Counter(v.rung for v in caught)
+    print(", ".join(f"{by_rung[rung]} by {what}" for rung, what in RUNGS.items()))
+    soon = sum(v.rung == "first" and v.seconds < SOON for v in caught)
+    print(f"{soon} of {len(caught)} by the first file within {SOON} s of a processor")
+    return status
 
 
 def _plant(edits: Collection, paths: frozenset[str] = frozenset()) -> Verdict:
@@ -75,7 +148,7 @@ def _plant(edits: Collection, paths: frozenset[str] = frozenset()) -> Verdict:
 
 
 def _report(name: str, verdict: Verdict) -> Verdict:
-    cells = [name, verdict.by or verdict.outcome, f"{verdict.seconds:.0f} s"]
+    cells = [name, verdict.by or verdict.outcome, *filter(None, [verdict.rung]), f"{verdict.seconds:.0f} s"]
     print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |", flush=True)
     return verdict
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .source import Edit
 
-__all__ = ["ROOT", "Verdict", "copy_tree", "judge"]
+__all__ = ["ROOT", "Verdict", "copy_tree", "judge", "named", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _CPU_SECONDS = 150
@@ -31,6 +31,8 @@ class Verdict:
     by: str
     """The test that noticed, and how where that was not by failing; the compiler's words."""
     seconds: float
+    rung: str = ""
+    """Of a fault in Python: which of python_judge.RUNGS noticed it, or was the last asked."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ _OF_ALL_KERNELS = "tests/ptx/test_launcher.py::test_every_combination_has_a_kern
 def copy_tree(to: Path, root: Path = ROOT) -> None:
     """What building and testing needs, with the CPU module and the PTX objects that are built already."""
     ignore = shutil.ignore_patterns("__pycache__", ".*", "_cuda*.so")
-    for name in ("csrc", "python", "tests"):
+    for name in ("benchmarks", "csrc", "docs", "python", "tests"):
         shutil.copytree(root / name, to / name, ignore=ignore)
     for name in ("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "LICENSE"):
         shutil.copy(root / name, to / name)
@@ -127,7 +129,7 @@ def _judge(tree: Path, paths: set[str]) -> tuple[str, str]:
     # A fault in a header that the CPU shares is in both sides of a comparison with the CPU.
     shared = any(not path.startswith("csrc/cuda/") for path in paths)
     if shared:
-        status, words = _run(_CPU_MODULE, tree)
+        status, words = run(_CPU_MODULE, tree)
         if status:
             return "invalid", words
     for one in JUDGES:
@@ -137,7 +139,7 @@ def _judge(tree: Path, paths: set[str]) -> tuple[str, str]:
         launcher = (tree / _LAUNCHER).read_text()
         for edit in FEW_KERNELS if few else ():
             edit.apply(tree)
-        status, words = _run(one.build, tree) if one.build else (0, "")
+        status, words = run(one.build, tree) if one.build else (0, "")
         if status and one is PTX:
             return "invalid", words
         if not status:  # the emulation is built with -Werror, which a fault need not pass
@@ -145,16 +147,16 @@ def _judge(tree: Path, paths: set[str]) -> tuple[str, str]:
             # The quickest to notice first.
             asked = sorted(one.tests, key=lambda test: paths <= GENERIC_SOURCES and "generic" not in test)
             command = (_PYTHON, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "--timeout=0", *less, *asked)
-            status, words = _run(command, tree)
+            status, words = run(command, tree)
             if status in (4, 5):
                 raise RuntimeError(f"no tests ran: {words[-2000:]}")
             if status:
-                return "caught", _named(words, status)
+                return "caught", named(words, status)
         (tree / _LAUNCHER).write_text(launcher)
     return "survived", ""
 
 
-def _run(command: tuple[str, ...], tree: Path) -> tuple[int, str]:
+def run(command: tuple[str, ...], tree: Path, cpu_seconds: int = _CPU_SECONDS) -> tuple[int, str]:
     """The exit status, negative for one that a signal ended, and the output."""
     (tree / "tmp").mkdir(exist_ok=True)
     environment = {
@@ -174,7 +176,7 @@ def _run(command: tuple[str, ...], tree: Path) -> tuple[int, str]:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS)),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds)),
     )
     try:
         words, _ = process.communicate(timeout=_SECONDS)
@@ -184,7 +186,7 @@ def _run(command: tuple[str, ...], tree: Path) -> tuple[int, str]:
     return process.returncode, words
 
 
-def _named(words: str, status: int) -> str:
+def named(words: str, status: int) -> str:
     """The test that failed, or during which the process died."""
     failed = re.findall(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", words, re.M)
     if failed:

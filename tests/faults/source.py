@@ -1,4 +1,5 @@
-"""C++ text as tokens, so that an edit finds its place whatever the formatting."""
+"""Edits of sources. C++ text is seen as tokens, so that an edit finds its place whatever the formatting; Python text is
+taken as it stands."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def tokens(text: str) -> list[Token]:
 
 @dataclass(frozen=True)
 class Edit:
-    """Replaces the one place where `old` stands in a file, token by token, by `new`."""
+    """Replaces the one place where `old` stands in a file by `new`: in C++ token by token."""
 
     path: str
     old: str
@@ -48,14 +49,20 @@ class Edit:
 
     def applied(self, text: str) -> str:
         """The text with the edit made; EditError unless `old` is there exactly once."""
+        if self.path.endswith(".py"):
+            self._check_one(text.count(self.old))
+            return text.replace(self.old, self.new)
         wanted = [t.text for t in tokens(self.old)]
         there = tokens(text)
         words = [t.text for t in there]
         found = [k for k in range(len(words) - len(wanted) + 1) if words[k : k + len(wanted)] == wanted]
-        if len(found) != 1:
-            raise EditError(f"{self.path} has {len(found)} places, not one, that read: {self.old}")
+        self._check_one(len(found))
         first, last = there[found[0]], there[found[0] + len(wanted) - 1]
         return text[: first.start] + self.new + text[last.end :]
+
+    def _check_one(self, places: int) -> None:
+        if places != 1:
+            raise EditError(f"{self.path} has {places} places, not one, that read: {self.old}")
 
     def apply(self, root: Path) -> None:
         path = root / self.path
