@@ -1,10 +1,11 @@
-"""Which cases of the largest products run by default: a fixed sample of them. The rest run with -m long. And what makes
-thousands of tests in one process quick."""
+"""Which cases of the largest products run by default: a fixed sample of them. The rest run with -m long, and one case
+of each claim with -m quick. And what makes thousands of tests in one process quick."""
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
@@ -34,20 +35,84 @@ ONE_IN = {
 FEW = 24
 """Cases of one test below which all of them run."""
 
+NOT_QUICK = tuple(
+    """
+    build convert/test_file_memory.py::test_a_real_ctrl_c convert/test_file_memory.py::test_ctrl_c
+    convert/test_folders.py::test_a_conversion_takes_the_memory convert/test_hostile cuda demo
+    distributed/test_claims distributed/test_export_peak distributed/test_fake_tensors
+    distributed/test_global_index.py::test_any_ranges distributed/test_host_memory distributed/test_resharding
+    docs/test_planning doctor emulation fault_points/test_saving faults figures fuzz integrations
+    memory/test_resident_peaks muon/test_on_fake_cuda muon/test_on_simulated_device muon/test_ranks
+    numbers/test_doctor_checksums numbers/test_hostile_calls numbers/test_large_conversions
+    numbers/test_native_threads numbers/test_scaled_blocks numbers/test_scaled_scalars numbers/test_scaled_training
+    numbers/test_threads_and_cuts numbers/test_update_accuracy offload/test_documentation offload/test_fake_cuda
+    offload/test_long_runs offload/test_memory.py::test_a_forked_child offload/test_memory.py::test_host_memory_
+    offload/test_offload_gradients_on_simulated_device offload/test_on_simulated_device
+    offload/test_plan.py::test_every_grain offload/test_plan.py::test_no_chunk_overwrites offload/test_ranks
+    offload/test_share.py::test_each_grain offload/test_shared_step.py::test_the_gil
+    offload/test_timeline.py::test_the_picture offload/test_timeline.py::test_what_cannot_be_recorded
+    offload/test_traceback planner/test_command_line.py::test_a_plan_of_files_needs
+    planner/test_command_line.py::test_a_process planner/test_command_line.py::test_the_picture
+    planner/test_host_bytes planner/test_hostile.py::test_most_layers ptx sanitizers sass simulated_device
+    state_dict/test_export.py::test_control_one_planted state_dict/test_resume.py::test_resumed_run_in_a_new
+    step/test_interrupts.py::test_interrupts_at_random_moments step/test_random_rounding.py::test_two_thousand
+    step/test_step_edge_cases.py::test_constant_tiny step/test_threads_and_processes
+    step/test_training_loops.py::test_a_forked_child step/test_written.py::test_what_is_kept_does_not_grow worlds
+    """.split()  # noqa: SIM905
+)
+"""Rooms, files and tests that start processes or take a second: how a path below tests/ and a test's name begin."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "quick":
+        sys.addaudithook(_refuse_processes)
+
+
+def _refuse_processes(event: str, _: tuple[object, ...]) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+        raise RuntimeError("a quick test starts no process; name it in NOT_QUICK of tests/conftest.py")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.option.markexpr == "quick" and collection_path.is_relative_to(TESTS):
+        return collection_path.relative_to(TESTS).as_posix() in NOT_QUICK or None
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # of what is collected nothing goes: a quarter of the time would be spent in looking for it
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    products = defaultdict(list)
+    products, claims = defaultdict(list), {}
+    paths = {path: _below_tests(path) for path in {item.path for item in items}}
     for item in items:
-        path = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+        path, name = paths[item.path], getattr(item, "originalname", item.name)
         if path in ONE_IN:
-            products[path, getattr(item, "originalname", item.name)].append(item)
+            products[path, name].append(item)
     for (path, _), cases in products.items():
         if len(cases) >= FEW:
             for case in cases:
                 # By its name, which no other case moves, and with no period in which one argument would stay the same.
                 if crc32(case.name.encode()) % ONE_IN[path]:
                     case.add_marker(pytest.mark.long)
+    for item in items:
+        path, name = paths[item.path], getattr(item, "originalname", item.name)
+        if not f"{path}::{name}".startswith(NOT_QUICK) and item.get_closest_marker("long") is None:
+            claim = item.nodeid.split("[")[0]
+            claims[claim] = min(item, claims.get(claim, item), key=lambda case: crc32(case.name.encode()))
+    for item in claims.values():
+        item.add_marker(pytest.mark.quick)
+
+
+def _below_tests(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
 
 
 def pytest_collection_finish() -> None:
