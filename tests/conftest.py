@@ -46,18 +46,19 @@ NOT_QUICK = tuple(
     numbers/test_doctor_checksums numbers/test_hostile_calls numbers/test_large_conversions
     numbers/test_native_threads numbers/test_scaled_blocks numbers/test_scaled_scalars numbers/test_scaled_training
     numbers/test_threads_and_cuts numbers/test_update_accuracy offload/test_documentation offload/test_fake_cuda
-    offload/test_long_runs offload/test_memory.py::test_a_forked_child offload/test_memory.py::test_host_memory_
-    offload/test_offload_gradients_on_simulated_device offload/test_on_simulated_device
-    offload/test_plan.py::test_every_grain offload/test_plan.py::test_no_chunk_overwrites offload/test_ranks
-    offload/test_share.py::test_each_grain offload/test_shared_step.py::test_the_gil
-    offload/test_timeline.py::test_the_picture offload/test_timeline.py::test_what_cannot_be_recorded
-    offload/test_traceback planner/test_command_line.py::test_a_plan_of_files_needs
-    planner/test_command_line.py::test_a_process planner/test_command_line.py::test_the_picture
-    planner/test_host_bytes planner/test_hostile.py::test_most_layers ptx sanitizers sass simulated_device
-    state_dict/test_export.py::test_control_one_planted state_dict/test_resume.py::test_resumed_run_in_a_new
-    step/test_interrupts.py::test_interrupts_at_random_moments step/test_random_rounding.py::test_two_thousand
-    step/test_step_edge_cases.py::test_constant_tiny step/test_threads_and_processes
-    step/test_training_loops.py::test_a_forked_child step/test_written.py::test_what_is_kept_does_not_grow worlds
+    offload/test_forked_children offload/test_long_runs offload/test_memory.py::test_a_forked_child
+    offload/test_memory.py::test_host_memory_ offload/test_offload_gradients_on_simulated_device
+    offload/test_on_simulated_device offload/test_plan.py::test_every_grain
+    offload/test_plan.py::test_no_chunk_overwrites offload/test_ranks offload/test_share.py::test_each_grain
+    offload/test_shared_step.py::test_the_gil offload/test_timeline.py::test_the_picture
+    offload/test_timeline.py::test_what_cannot_be_recorded offload/test_traceback
+    planner/test_command_line.py::test_a_plan_of_files_needs planner/test_command_line.py::test_a_process
+    planner/test_command_line.py::test_the_picture planner/test_host_bytes planner/test_hostile.py::test_most_layers
+    ptx sanitizers sass simulated_device state_dict/test_export.py::test_control_one_planted
+    state_dict/test_resume.py::test_resumed_run_in_a_new step/test_interrupts.py::test_interrupts_at_random_moments
+    step/test_random_rounding.py::test_two_thousand step/test_step_edge_cases.py::test_constant_tiny
+    step/test_threads_and_processes step/test_training_loops.py::test_a_forked_child
+    step/test_written.py::test_what_is_kept_does_not_grow worlds
     """.split()  # noqa: SIM905
 )
 """Rooms, files and tests that start processes or take a second: how a path below tests/ and a test's name begin."""
