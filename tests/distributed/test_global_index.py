@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from statestream import kernels
 from statestream.global_index import Run, index_runs, one_run, runs_of
+from statestream.kernels import Formats
 from statestream.row_extras import WHOLE, IndexMap
+from statestream.rows import add_rows, runs_for
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from .test_sharding import CASES, STRIDED, world
@@ -116,3 +121,24 @@ def test_channels_last_needs_no_more_than_three_levels():
 def test_one_run_begins_where_the_first_does():
     runs = index_runs((9, 4), (((1, 3), (6, 7)), ((0, 4),)), (4, 1))
     assert one_run(runs) == Run(0, 12, IndexMap(offset=4))
+
+
+def test_a_run_in_the_middle_that_begins_within_a_block_is_cut_nowhere():
+    scaled = Formats(kernels.BFLOAT16, kernels.BFLOAT16, kernels.SCALED_FLOAT8, kernels.SCALED_FLOAT8, kernels.NONE)
+    plain = Formats(*[kernels.BFLOAT16] * 4, kernels.NONE)
+    runs = (Run(0, 100, WHOLE), Run(100, 156, WHOLE), Run(256, 44, WHOLE))
+    assert runs_for(scaled, runs) == (one_run(runs),)
+    assert runs_for(plain, runs) == runs
+
+
+def test_rows_of_a_part_have_its_addresses_scales_and_place():
+    """Elements 512..1100 of a local tensor that is cut at 768: by hand."""
+    formats = Formats(kernels.BFLOAT16, kernels.FLOAT32, kernels.SCALED_FLOAT8, kernels.SCALED_FLOAT16, kernels.NONE)
+    runs = (Run(0, 768, WHOLE), Run(768, 1024, IndexMap(offset=5000)))
+    rows, extras = array("q"), array("q")
+    row = (588, 10_000, 20_000, 30_000, 40_000, 0, 77, 0)
+    add_rows(rows, extras, row, formats, ordinal=3, first=512, runs=runs, scales=(50_000, 60_000, 0))
+    assert list(rows[:8]) == [256, 10_000, 20_000, 30_000, 40_000, 0, 77, 0]
+    assert list(rows[8:]) == [332, 10_512, 21_024, 30_256, 40_512, 0, 77, 0]
+    assert list(extras[:12]) == [50_000, 60_000, 0, 3, 512, *WHOLE, 0]
+    assert list(extras[12:]) == [50_004, 60_004, 0, 3, 768, *IndexMap(offset=5000), 0]

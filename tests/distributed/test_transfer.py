@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,3 +204,62 @@ def test_a_load_of_remainders_keeps_all_bits_through_other_strides():
     with Loader(transfer.LEAST_STAGING_BYTES) as loader:
         loader.copy(bits.t(), Stored(state))
     assert torch.equal(state, bits.t())
+
+
+# ---- the queues of a GPU that is not there ----
+
+
+class Streams:
+    """torch.cuda's streams as notes of what is asked of them."""
+
+    def __init__(self, monkeypatch):
+        self.asked: list[tuple[str, str]] = []
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: self.stream(f"copier of {device}"))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream(f"compute of {device}"))
+
+    def stream(self, name):
+        note = self.asked.append
+        return SimpleNamespace(
+            name=name,
+            synchronize=lambda: note((name, "synchronize")),
+            wait_stream=lambda other: note((name, f"waits for {other.name}")),
+        )
+
+
+GPU = torch.device("cuda:0")
+
+
+def test_the_copier_waits_for_what_was_queued_before_it(monkeypatch):
+    streams = Streams(monkeypatch)
+    transfer._CudaQueues(GPU)
+    assert streams.asked == [("copier of cuda:0", "waits for compute of cuda:0")]
+
+
+def test_the_end_of_staged_copies_is_that_of_both_queues(monkeypatch):
+    streams = Streams(monkeypatch)
+    queues = transfer._CudaQueues(GPU)
+    streams.asked.clear()
+    queues.finish()
+    assert sorted(streams.asked) == [(f"{what} of cuda:0", "synchronize") for what in ("compute", "copier")]
+
+
+def test_leaving_waits_for_each_device_that_was_queued_on(monkeypatch):
+    streams = Streams(monkeypatch)
+    with Exporter(BYTES) as exporter:
+        for device in (GPU, GPU, torch.device("cuda:1"), torch.device("cpu")):
+            exporter.queued_on(SimpleNamespace(device=device))
+        assert streams.asked == []
+    assert sorted(streams.asked) == [(f"compute of cuda:{i}", "synchronize") for i in (0, 1)]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("saved", [torch.float16, torch.float32])
+def test_a_load_takes_all_its_memory_before_it_writes(stored, saved, strided):
+    state = Stored(torch.zeros(20, 30, dtype=stored), torch.ones(3) if stored is torch.float16 else None)
+    values = torch.ones(30, 20, dtype=saved).t() if strided else torch.ones(20, 30, dtype=saved)
+    with Loader(BYTES) as loader:
+        loader.prepare(values, state)
+        taken = loader.staging_taken
+        loader.copy(values, state)
+        assert loader.staging_taken == taken

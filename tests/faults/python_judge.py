@@ -120,11 +120,14 @@ def _run(tree: Path, asked: list[str], cpu_seconds: int) -> tuple[int, str]:
             os._exit(pytest.main([*options, *asked]))
         finally:
             os._exit(70)
-    end = time.monotonic() + _SECONDS
-    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < end:
-        time.sleep(0.05)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # what a test that was ended left behind
+    ended, end = (0, 0), time.monotonic() + _SECONDS
+    try:
+        while not ended[0] and time.monotonic() < end:
+            time.sleep(0.05)
+            ended = os.waitpid(child, os.WNOHANG)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # or what it left behind
     status = os.waitstatus_to_exitcode((ended if ended[0] else os.waitpid(child, 0))[1])
     return status, said.read_text(errors="replace")
 

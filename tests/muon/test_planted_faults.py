@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from statestream.offload import muon as muon_module
 from statestream.offload import muon_agreement, stream, subset
 from statestream.offload.muon import MuonBatches
 from statestream.offload.muon_agreement import check_partition, joined
 from statestream.offload.muon_layouts import TorchMuon, muon_layout
 from statestream.offload.plan import Unit, make_plan
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from .cases import ADAMW, CASES, EMPTY, EVEN, Case, Group, differences, offloaded, train
 
@@ -142,3 +144,17 @@ def test_a_plan_is_described_by_what_all_ranks_know():
     lines = muon_agreement.describe(units.store.plan, params).splitlines()
     assert lines[0] == "chunk 0: 65536 bytes, 1 of 64x256 bfloat16"
     assert len(lines) == 5
+
+
+def test_plans_of_other_placements_differ():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        plan = make_plan([Unit((1024,))], None)
+        described = [
+            muon_agreement.describe(plan, [distribute_tensor(torch.zeros(16, 16), mesh, [placement])])
+            for placement in (Shard(0), Shard(1), Replicate())
+        ]
+        assert len(set(described)) == 3
+    finally:
+        dist.destroy_process_group()

@@ -8,6 +8,7 @@ import io
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from simulated_device.device import SimulatedDevice
 from statestream import CPUOffloadOptimizer, FusedAdam
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -286,3 +287,20 @@ def test_dcp_leaves_a_fresh_fused_adam_alone(name):
     for p, q in zip(model.parameters(), trained.parameters(), strict=True):
         for key, value in source.state[q].items():
             assert_same_values(optimizer.state[p][key], value, key)
+
+
+def test_a_load_waits_for_the_last_store(on_device):
+    params = make_params()
+    device = on_device(SimulatedDevice(1, style="late"))
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 20_000)
+    set_grads(params, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    set_grads(params, 1)
+    optimizer.step()
+    assert any(device.queues.values())
+    optimizer.load_state_dict(saved)
+    device.settle()
+    for i, param in enumerate(params):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert_same_values(optimizer.state[param][name], saved["state"][i][name], f"{name} of parameter {i}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream.offload.device import HostDevice
 from statestream.offload.host_memory import HostMemory
 
 from .conftest import assert_same_training, make_params, set_grads, train
@@ -254,3 +256,66 @@ def test_memory_refused_in_a_step_changes_nothing(make, monkeypatch):
     optimizer.step()
     train(plain, reference, [1])
     assert_same_training(params, optimizer, reference, plain)
+
+
+# ---- a device that refuses every further call ----
+
+
+class Lost(HostDevice):
+    """Launches so many kernels and no more."""
+
+    def __init__(self, left):
+        super().__init__()
+        self.left = left
+
+    def launch(self, *args, **kwargs):
+        if self.left == 0:
+            raise RuntimeError("lost")
+        self.left -= 1
+        super().launch(*args, **kwargs)
+
+
+def torn(on_device):
+    """A parameter of several chunks of which one was updated, and one that was not begun."""
+    device = on_device(Lost(1))
+    params = make_params(shapes=[(6000,), (600,)])
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 20_000)
+    set_grads(params, 0)
+    saved = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match="lost") as raised:
+        optimizer.step()
+    assert optimizer.units.torn == ["parameter 0 of group 0"]
+    if hasattr(raised.value, "__notes__"):
+        assert raised.value.__notes__ == ["updated in part: parameter 0 of group 0"]
+    return device, optimizer, params, saved
+
+
+def test_a_parameter_that_is_written_in_part_is_not_counted(on_device):
+    _, optimizer, params, _ = torn(on_device)
+    assert [float(optimizer.state[p]["step"]) for p in params] == [0.0, 0.0]
+
+
+def test_a_kernel_that_did_not_start_is_no_update(on_device):
+    device = on_device(Lost(0))
+    (param,) = make_params(shapes=[(6000,)])
+    optimizer = CPUOffloadOptimizer(FusedAdam([param], lr=0.1), 20_000)
+    set_grads([param], 0)
+    with pytest.raises(RuntimeError, match="lost"):
+        optimizer.step()
+    device.left = 10**6
+    assert optimizer.units.torn == [] and float(optimizer.state[param]["step"]) == 0.0
+    optimizer.step()
+
+
+def test_a_torn_optimizer_refuses_to_step_until_a_load_succeeds(on_device):
+    device, optimizer, params, saved = torn(on_device)
+    device.left = 10**6
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 written in part.*load a checkpoint"):
+        optimizer.step()
+    with pytest.raises(ValueError):
+        optimizer.load_state_dict({**saved, "param_groups": []})
+    with pytest.raises(RuntimeError, match="load a checkpoint"):
+        optimizer.step()
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert [float(optimizer.state[p]["step"]) for p in params] == [1.0, 1.0]

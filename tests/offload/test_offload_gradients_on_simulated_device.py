@@ -225,3 +225,15 @@ def test_errors_at_any_call_of_many_seeds(on_device):
         case.run()
         for fail_at in range(0, case.device.calls, max(1, case.device.calls // 20)):
             check_fault(seed, fail_at, on_device)
+
+
+def test_a_gradient_is_kept_until_its_last_slot_arrived(on_device):
+    on_device(SimulatedDevice(1, style="late"))
+    param = torch.nn.Parameter(torch.zeros(3 * SLOT_BYTES // 4 - 100))
+    optimizer = CPUOffloadOptimizer(FusedAdam([param]), 20_000, offload_gradients=True)
+    param.grad = torch.ones_like(param)
+    optimizer._gradients.take(param, "param")
+    on_its_way = [slot for slot in optimizer._gradients.staging._slots if slot.end and not slot.workers]
+    filled = [slot for slot in optimizer._gradients.staging._slots if slot.end]
+    assert len(filled) == 3 and on_its_way
+    assert all(slot.kept for slot in filled)

@@ -10,7 +10,7 @@ from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload.device import HostDevice
 from statestream.offload.host_memory import HostMemory
 
-from .conftest import Pinning, assert_same_training, assert_same_values, make_params, train
+from .conftest import Beyond, Pinning, assert_same_training, assert_same_values, make_params, set_grads, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes")
 
@@ -284,3 +284,36 @@ def test_state_of_parameters_without_gradients_follows_a_dtype_there_and_back():
             train(o, ps, [step], missing=lambda _: (3, 4, 5))
         train(o, ps, [3])
     assert_same_training(params, optimizer, reference, plain)
+
+
+def test_a_users_own_entries_come_along_when_an_optimizer_is_wrapped():
+    params = make_params()
+    inner = FusedAdam(params, lr=0.1)
+    set_grads(params, 0)
+    inner.step()
+    inner.state[params[0]]["note"] = "mine"
+    assert CPUOffloadOptimizer(inner, 20_000).state[params[0]]["note"] == "mine"
+
+
+def test_a_copy_to_be_pickled_has_scales_of_its_own():
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1, exp_avg_dtype="fp8"), 20_000)
+    set_grads(params, 0)
+    optimizer.step()
+    mine, theirs = optimizer.inner._keeper.scales, optimizer.units.detached()._keeper.scales
+    for param in params:
+        assert mine[param].keys() == theirs[param].keys() == {"exp_avg"}
+        assert_same_values(mine[param]["exp_avg"], theirs[param]["exp_avg"])
+        assert mine[param]["exp_avg"].data_ptr() != theirs[param]["exp_avg"].data_ptr()
+
+
+def test_a_step_of_some_parameters_teaches_the_balance_nothing(on_device):
+    on_device(Beyond())
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 1 << 20, cpu_fraction="auto")
+    set_grads(params, 0, missing=(2,))
+    optimizer.step()
+    assert optimizer.units.host._timed is None
+    set_grads(params, 1)
+    optimizer.step()
+    assert optimizer.units.host._timed is not None

@@ -116,3 +116,12 @@ def test_units_that_do_not_divide_are_refused():
 
 def test_padding_goes_to_the_next_256_elements():
     assert [padded_bytes(n, 2) for n in (0, 1, 256, 257)] == [0, 512, 512, 1024]
+
+
+@pytest.mark.parametrize("budget", [6000, 9000, 20_000])
+def test_every_chunk_begins_where_vectors_may(budget):
+    """Scales are 4 bytes a grain, so that chunks end anywhere."""
+    units = [Unit((grains * 256, grains * 256, grains * 4, grains * 4), grains) for grains in (3, 5, 7, 1, 9) * 5]
+    plan = make_plan(units, budget)
+    assert len(plan.chunks) > 3
+    assert [chunk.offset for chunk in plan.chunks if chunk.offset % planning.ALIGNMENT_BYTES] == []

@@ -182,3 +182,19 @@ def test_tensor_parallel_ranks_hold_their_part(shape, columns):
 def test_stacked_experts_that_are_fewer_than_the_ranks_are_cut_within():
     """Cut by experts, each of 8 ranks would hold a whole one and 56 nothing."""
     assert Mesh(shard=64).share(Parameter("experts", (8, 4096, 1024))).elements == 8 * 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "local"),
+    [
+        (Mesh(shard=4), (8, 16, 1024), (2, 16, 1024)),  # experts enough
+        (Mesh(shard=16), (8, 16, 1024), (8, 1, 1024)),  # their rows, where experts are fewer than the ranks
+        (Mesh(shard=64), (8, 16, 1024), (1, 16, 1024)),  # and experts again, where rows are fewer too
+        (Mesh(tensor=2), (8, 16, 1024), (8, 8, 1024)),
+        (Mesh(tensor=2), (9, 15, 1024), (9, 15, 512)),
+        (Mesh(tensor=2), (16, 1024), (8, 1024)),
+    ],
+    ids=str,
+)
+def test_what_a_rank_holds_of_stacked_matrices(mesh, shape, local):
+    assert mesh.share(Parameter("experts", shape)).local == local

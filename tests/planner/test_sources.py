@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from statestream import FusedAdam
-from statestream.planner.families import FAMILIES
+from statestream.planner.families import FAMILIES, shapes_of
 from statestream.planner.quantities import BadOption
 from statestream.planner.sources import read_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
@@ -126,3 +126,53 @@ def test_an_unknown_family_says_what_is_known(tmp_path, monkeypatch):
     with pytest.raises(BadOption, match="transformers is installed") as raised:
         read_model(write_json(tmp_path / "config.json", {"model_type": "perceiver"}))
     assert all(name in str(raised.value) for name in FAMILIES)
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+}
+LATENT = {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 3,
+    "moe_intermediate_size": 32,
+}
+
+
+def small(**more):
+    return dict(shapes_of({**SMALL, **more}))
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3_text"])
+def test_a_head_that_is_tied_by_default_is_no_parameter(family):
+    assert "lm_head.weight" not in small(model_type=family)
+    assert "lm_head.weight" in small(model_type=family, tie_word_embeddings=False)
+
+
+def test_every_second_layer_has_experts_where_the_step_is_two():
+    found = small(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=32, decoder_sparse_step=2)
+    assert {name.split(".")[2] for name in found if "experts" in name} == {"1", "3"}
+
+
+def test_biases_of_latent_attention_are_those_of_the_two_projections_down_and_of_the_output():
+    found = small(**LATENT, attention_bias=True)
+    with_bias = {name.split(".")[-2] for name in found if name.endswith("bias")}
+    assert with_bias == {"q_a_proj", "kv_a_proj_with_mqa", "o_proj"}
+
+
+def test_shared_experts_are_one_feed_forward_as_wide_as_all_of_them():
+    assert small(**LATENT)["model.layers.0.mlp.shared_experts.up_proj.weight"] == (3 * 32, 64)
+
+
+def test_biases_of_a_feed_forward_are_the_configs():
+    found = small(model_type="llama", mlp_bias=True)
+    assert {name.split(".")[-2] for name in found if name.endswith("bias")} == {"gate_proj", "up_proj", "down_proj"}

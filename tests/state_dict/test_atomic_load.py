@@ -186,3 +186,26 @@ def test_a_load_hook_that_raises_leaves_everything():
     handle.remove()
     optimizer.load_state_dict(other.state_dict())
     assert differences(before, snapshot(optimizer)) != []
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_a_load_that_fails_at_its_second_parameter_is_remembered(mode, monkeypatch):
+    optimizer = build(mode)
+    train(optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    real, done = optimizer._load_param, []
+
+    def failing(load, other):
+        if done:
+            raise MemoryError("no more")
+        done.append(real(load, other))
+
+    monkeypatch.setattr(optimizer, "_load_param", failing)
+    with pytest.raises(MemoryError):
+        optimizer.load_state_dict(saved)
+    for refused in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="earlier load_state_dict"):
+            refused()
+    monkeypatch.undo()
+    optimizer.load_state_dict(saved)
+    train(optimizer, range(2, 3))

@@ -7,7 +7,7 @@ import torch
 from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import MODES, Mode
 from helpers.training import build, train
-from statestream import FusedAdam
+from statestream import CPUOffloadOptimizer, FusedAdam
 
 FP32, BF16 = torch.float32, torch.bfloat16
 EXACT = Mode(None, BF16, FP32, "fp32")
@@ -281,3 +281,45 @@ def test_values_of_a_mapped_file_are_copied_out_of_it(tmp_path):
     (tmp_path / "state.pt").write_bytes(b"0" * (tmp_path / "state.pt").stat().st_size)
     for a, b in zip(params_of(original), params_of(new), strict=True):
         assert all(same_bits(original.state[a][name], new.state[b][name]) for name in original.state[a])
+
+
+def two_params():
+    params = [torch.nn.Parameter(torch.randn(300, generator=torch.Generator().manual_seed(i))) for i in range(2)]
+    for param in params:
+        param.grad = param.detach() / 2
+    return params
+
+
+def test_live_views_of_one_block_of_memory_may_come_back_in_another_order():
+    params = two_params()
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 1 << 20, state_dict_snapshot=False)
+    optimizer.step()
+    live = optimizer.state_dict()
+    wanted = [copy.deepcopy(live["state"][i]) for i in (1, 0)]
+    live["state"] = {0: live["state"][1], 1: live["state"][0]}
+    optimizer.load_state_dict(live)
+    for param, state in zip(params, wanted, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert same_bits(optimizer.state[param][name], state[name])
+
+
+def test_live_tensor_settings_may_come_back_in_another_order():
+    a, b = two_params()
+    groups = [{"params": [a], "lr": torch.tensor(0.125)}, {"params": [b], "lr": torch.tensor(0.25)}]
+    optimizer = FusedAdam(groups)
+    optimizer.step()
+    live, held = optimizer.state_dict(), [group["lr"] for group in optimizer.param_groups]
+    first, second = live["param_groups"]
+    first["lr"], second["lr"] = second["lr"], first["lr"]
+    optimizer.load_state_dict(live)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.125]
+    assert all(group["lr"] is lr for group, lr in zip(optimizer.param_groups, held, strict=True))
+
+
+def test_a_parameter_without_an_update_of_its_own_does_not_take_its_groups_count():
+    a, b = two_params()
+    b.grad = None
+    optimizer = FusedAdam([a, b], lr=0.1)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [float(optimizer.state[p]["step"]) for p in (a, b)] == [1.0, 0.0]

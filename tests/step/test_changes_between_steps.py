@@ -138,3 +138,15 @@ def test_a_gradient_of_another_dtype_is_noticed(mode):
     optimizer.step()
     judge.step()
     assert all(same_bits(param, wanted) for param, wanted in zip(params, judged, strict=True))
+
+
+def test_state_follows_a_parameter_that_is_swapped_onto_another_device():
+    param = torch.nn.Parameter(torch.ones(8, device="meta"))
+    optimizer = FusedAdam([param], lr=0.1)
+    optimizer.state_dict()  # makes its state, without data
+    torch.utils.swap_tensors(param, torch.nn.Parameter(torch.ones(8)))
+    param.grad = torch.ones(8)
+    optimizer.step()
+    assert {value.device.type for value in optimizer.state[param].values()} == {"cpu"}
+    assert optimizer.state[param]["step"] == 1
+    assert (param < 1).all()

@@ -19,6 +19,7 @@ from helpers.interrupts import interrupted_at, moments_of, sigint_raises
 from helpers.modes import BF16, FP8, FP16, FP32, Mode
 from helpers.training import build, gradient, train
 from statestream import CPUOffloadOptimizer
+from statestream.interrupts import interrupts_held
 from torch.optim import SGD, AdamW, Optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes")
@@ -177,3 +178,18 @@ def test_interrupts_at_random_moments_lose_no_step_and_halve_none():
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_many_interrupts_at_random_moments(kind):
     assert interrupt_at_random(kind, rounds=1_000, seed=2) > 0
+
+
+def test_after_an_error_ctrl_c_is_pythons_again():
+    with pytest.raises(ArithmeticError), interrupts_held():
+        raise ArithmeticError
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_ctrl_c_before_an_error_is_raised_with_the_error_as_its_context():
+    with pytest.raises(KeyboardInterrupt) as raised, interrupts_held() as came:
+        signal.raise_signal(signal.SIGINT)
+        assert came()
+        raise ArithmeticError
+    assert isinstance(raised.value.__context__, ArithmeticError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
