@@ -27,7 +27,13 @@ from statestream.memory import MemoryReport, report_of
 from statestream.moments import MASTER, STEP, StateFormat
 from statestream.promised_state import PromisedState, made
 from statestream.rounding import Rounding
-from statestream.scaling import count_on_device, device_scalars, scaling_of
+from statestream.scaling import (
+    count_on_device,
+    device_scalars,
+    needs_scaled_gradients,
+    scaling_of,
+    unscale_gradients,
+)
 from statestream.state_dict import FORMAT_VERSION
 from statestream.state_keeper import StateKeeper
 from statestream.step_table import Call, StepTable
@@ -87,7 +93,6 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     ``state_dict()`` holds moments and masters as float32, remainders as int16, and no scales.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf, and leaves grads alone
     _stepped = False
 
     def __init__(
@@ -233,9 +238,10 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **legacy: Any) -> Any:
         """One update of every parameter that has a gradient.
 
-        `closure` reevaluates the model and returns the loss. torch's GradScaler sets ``grad_scale`` (a
-        divisor of the gradients) and ``found_inf`` on the optimizer; a nonzero found_inf skips the step
-        and counts nothing. ``grad_scaler=`` is accepted as Transformer Engine's optimizer takes it.
+        `closure` reevaluates the model and returns the loss. Where `_step_supports_amp_scaling` is true, torch's
+        GradScaler sets ``grad_scale`` and ``found_inf`` on the optimizer. Gradients are then divided by grad_scale in
+        FP32, and `grad` is left divided, rounded to its dtype. A nonzero found_inf skips the step, counts nothing and
+        leaves `grad` as it is. ``grad_scaler=`` is accepted as Transformer Engine's optimizer takes it.
         Everything is checked before anything is changed.
         """
         scaler = legacy.pop("grad_scaler", None)
@@ -284,8 +290,28 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
                 count_on_device(group, found_inf)
             else:
                 group[STEP] += 1
+        if grad_scale is not None:
+            unscale_gradients(self._params(), self._grad_name, grad_scale, found_inf if self.capturable else None)
         self._stepped = True
         self._forget_replaced()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler leaves unscaling and skipping to step(): where it cannot do both itself. It refuses FP16
+        gradients, does not know `decoupled_grad`, and makes the host wait, which capturable excludes. What is assigned
+        to this stays."""
+        assigned = self.__dict__.get("_amp_scaling")
+        if assigned is not None:
+            return assigned
+        return self.capturable or self.use_decoupled_grad or needs_scaled_gradients(self._params())
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._amp_scaling = bool(value)
+
+    @property
+    def _grad_name(self) -> str:
+        return "decoupled_grad" if self.use_decoupled_grad else "grad"
 
     def _forget_replaced(self) -> None:
         """Holds no parameters any more that were replaced in their groups, and their state taken out, by hand."""
@@ -319,8 +345,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         def name_of(i: int) -> str:
             return f"'{names[i]}'" if names else f"parameter {i} of group {number}"
 
-        grad_name = "decoupled_grad" if self.use_decoupled_grad else "grad"
-        return self._table.calls(group["params"], self.state, grad_name, name_of, first_ordinal)
+        return self._table.calls(group["params"], self.state, self._grad_name, name_of, first_ordinal)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As in torch; with use_decoupled_grad it clears ``decoupled_grad``."""
@@ -368,7 +393,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         return report_of(
             self._params(),
             {param: self._keeper.with_scales(param, made(self.state, param)) for param in self._params()},
-            "decoupled_grad" if self.use_decoupled_grad else "grad",
+            self._grad_name,
             step_device=0 if self._stepped else None,
             exported=self._exported,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import NoneType
 from typing import Any
 
 import torch
@@ -11,9 +13,18 @@ from torch.amp.grad_scaler import OptState
 from statestream import kernels
 from statestream.kernels import DeviceScalars
 from statestream.moments import STEP
-from statestream.tensors import local_of
+from statestream.sharding import around
+from statestream.tensors import is_fake, local_of
 
-__all__ = ["count_on_device", "device_scalars", "scaling_of"]
+__all__ = ["count_on_device", "device_scalars", "needs_scaled_gradients", "scaling_of", "unscale_gradients"]
+
+
+def needs_scaled_gradients(params: Iterable[Tensor]) -> bool:
+    """Whether GradScaler cannot unscale the gradients: it refuses FP16 ones. Before there are any, those to come have
+    their parameters' dtypes."""
+    params = list(params)
+    grads = [param.grad for param in params if param.grad is not None]
+    return any(t.dtype is torch.float16 for t in grads or [param for param in params if param.requires_grad])
 
 
 def scaling_of(optimizer: torch.optim.Optimizer, scaler: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -23,13 +34,48 @@ def scaling_of(optimizer: torch.optim.Optimizer, scaler: Any) -> tuple[Tensor | 
     scaler is handed to step().
     """
     if scaler is None:
-        return getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        found_inf = getattr(optimizer, "found_inf", None)
+        if not isinstance(found_inf, (Tensor, NoneType)):  # the sum of no tensors, where GradScaler saw no gradient
+            found_inf = torch.tensor(float(found_inf), dtype=torch.float32, device="cpu")
+        return getattr(optimizer, "grad_scale", None), found_inf
     if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
         found, scale = scaler._found_inf_per_device(optimizer), None
     else:
         found, scale = scaler._check_inf_per_device(optimizer), scaler._get_scale_async()
     per_device = list(found.values())
     return scale, sum(t.to(per_device[0].device) for t in per_device) if per_device else None
+
+
+def unscale_gradients(
+    params: Iterable[Tensor], grad_name: str, grad_scale: float | Tensor, found_inf: Tensor | None = None
+) -> None:
+    """Divides the gradients by `grad_scale`, in place and each once, with the arithmetic of GradScaler's ``unscale_``.
+    Where `found_inf` is not zero they stay as they are; the host does not read it."""
+    if not isinstance(grad_scale, Tensor):
+        grad_scale = torch.tensor(grad_scale, dtype=torch.float64, device="cpu")
+    inverse = grad_scale.reshape(()).double().reciprocal().float()
+    if found_inf is not None:
+        inverse.masked_fill_(found_inf.to(inverse.device).reshape(()) != 0, 1.0)
+    holders = {id(grad): (param, grad) for param in params if (grad := getattr(param, grad_name, None)) is not None}
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for param, grad in holders.values():
+        local = local_of(grad)
+        if is_fake(local):
+            continue
+        if not _can_be_written(local):
+            local = local.clone(memory_format=torch.contiguous_format).resolve_neg()
+            setattr(param, grad_name, around(local, grad))
+        alike.setdefault((local.device, local.dtype), []).append(local)
+    for (device, _), locals in alike.items():
+        found = torch.zeros((), dtype=torch.float32, device=device)  # the operation reports here; it was asked before
+        torch._amp_foreach_non_finite_check_and_unscale_(locals, found, inverse.to(device))
+
+
+def _can_be_written(tensor: Tensor) -> bool:
+    """Whether an operation in place works: not where elements share memory, or are negated lazily."""
+    shares = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    frozen = tensor.is_inference() and not torch.is_inference_mode_enabled()
+    return not (shares or frozen or tensor.is_neg())
 
 
 def device_scalars(

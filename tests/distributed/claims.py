@@ -207,9 +207,15 @@ def an_infinite_gradient_on_one_rank_skips_the_step_on_all(folder: Path) -> None
         assert torch.equal(param.to_local(), before[name]), name
         assert optimizer.state[param]["step"].item() == 0
     scaler.update()
-    feed(model, 0)
-    scaler.step(optimizer)
-    assert all(optimizer.state[param]["step"].item() == 1 for param in model.parameters())
+    for count, unscales in enumerate((False, True), start=1):
+        optimizer._step_supports_amp_scaling = unscales
+        feed(model, 0)
+        scaled = [param.grad.to_local().clone() for param in model.parameters()]
+        scaler.step(optimizer)
+        assert all(optimizer.state[param]["step"].item() == count for param in model.parameters())
+        for param, grad in zip(model.parameters(), scaled, strict=True):
+            assert torch.equal(param.grad.to_local(), grad / scaler.get_scale()), "left unscaled"
+        scaler.update()
 
 
 def counters_agree_where_a_group_is_empty_on_one_rank(folder: Path) -> None:

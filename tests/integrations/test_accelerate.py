@@ -84,7 +84,7 @@ def scaled_run(make, dtype: torch.dtype, infinite_at: tuple[int, ...]) -> dict[s
     optimizer = accelerate.optimizer.AcceleratedOptimizer(
         make(model.parameters()), device_placement=False, scaler=scaler
     )
-    found: dict[str, Any] = {"skipped": [], "scales": [], "losses": []}
+    found: dict[str, Any] = {"skipped": [], "scales": [], "losses": [], "norms": []}
     inputs, targets = Batches(dtype=dtype)[:8]
     for step in range(8):
         loss = nn.functional.mse_loss(model(inputs).float(), targets.float())
@@ -93,6 +93,7 @@ def scaled_run(make, dtype: torch.dtype, infinite_at: tuple[int, ...]) -> dict[s
             next(model.parameters()).grad[0, 0] = float("inf")
         optimizer.step()
         found["skipped"].append(optimizer.step_was_skipped)
+        found["norms"].append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
         optimizer.zero_grad()
         found["scales"].append(scaler.get_scale())
         found["losses"].append(loss.item())
@@ -104,17 +105,23 @@ def scaled_run(make, dtype: torch.dtype, infinite_at: tuple[int, ...]) -> dict[s
 @pytest.mark.parametrize("kernels", [False, True], ids=["AdamW", "fused AdamW"])
 def test_the_scaler_skips_and_grows_as_with_torchs_adamw(make, kernels):
     infinite_at = (1, 5)
-    ours = scaled_run(make, torch.float32, infinite_at)
+
+    def ours_told(params):
+        optimizer = make(params)
+        if kernels:
+            optimizer._step_supports_amp_scaling = True
+        return optimizer
 
     def adamw(params):
         return torch.optim.AdamW(params, lr=LR, weight_decay=0.01, fused=kernels)
 
-    theirs = scaled_run(adamw, torch.float32, infinite_at)
+    ours, theirs = (scaled_run(maker, torch.float32, infinite_at) for maker in (ours_told, adamw))
     assert ours["scales"] == theirs["scales"] and ours["scales"].count(2.0**10) > 1 < ours["scales"].count(2.0**9)
     assert ours["steps"] == theirs["steps"] == {6.0}
     assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-3)
-    if kernels:  # accelerate does not see a skip that the optimizer makes by itself
-        assert ours["skipped"] == theirs["skipped"] == [False] * 8
+    # accelerate does not see a skip that the optimizer makes by itself
+    assert ours["skipped"] == theirs["skipped"] == [not kernels and step in infinite_at for step in range(8)]
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-3, nan_ok=True)
 
 
 def test_state_is_saved_to_files_that_load_weights_only(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from statestream import CPUOffloadOptimizer
 from torch import nn
 
 from .optimizers import LR, MAKERS, Batches, assert_same_run, fused, model_of, offloaded
@@ -100,49 +101,62 @@ def test_rates_and_losses_are_those_of_torchs_adamw(tmp_path, make):
 
 
 class Overflowing(Module):
-    """Two of its gradients are infinite before they are unscaled."""
+    """Two of its gradients are infinite before they are unscaled. Norms are read after the step."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.norms: list[float] = []
 
     def on_after_backward(self):
         if len(self.losses) in (2, 7):
             next(self.parameters()).grad[0, 0] = float("inf")
 
+    def on_train_batch_end(self, *_):
+        self.norms.append(nn.utils.get_total_norm([p.grad for p in self.parameters()]).item())
 
+
+def scaled(precision: str) -> lightning.pytorch.plugins.MixedPrecision:
+    """Lightning turns "16-mixed" into "bf16-mixed" on a CPU where it is given by name."""
+    plugin = lightning.pytorch.plugins.MixedPrecision(precision, "cpu")
+    plugin.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+    return plugin
+
+
+@pytest.mark.parametrize("clip", [None, 0.1], ids=["not clipped", "clipped"])
 @pytest.mark.parametrize("make", [fused, offloaded], ids=["FusedAdam", "CPUOffloadOptimizer"])
-def test_the_scaler_skips_as_with_torchs_adamw(tmp_path, make):
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_the_scaler_unscales_clips_and_skips_as_with_torchs_adamw(tmp_path, make, precision, clip):
     found = []
     for maker in (make, adamw):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
-        module = Overflowing(maker, torch.float32)
-        precision = MixedPrecision("bf16-mixed", "cpu")
-        precision.scaler = scaler
-        trainer = fit(module, tmp_path / str(len(found)), plugins=[precision], gradient_clip_val=None)
+        plugin, module = scaled(precision), Overflowing(maker, torch.float32)
+        trainer = fit(module, tmp_path / str(len(found)), plugins=[plugin], gradient_clip_val=clip)
         steps = {float(state["step"]) for state in bare(trainer).state.values()}
-        found.append((scaler.get_scale(), steps, module.losses))
-    assert found[0][:2] == found[1][:2]
-    assert found[0][1] == {EPOCHS * 6 - 2.0}
-    assert found[0][2] == pytest.approx(found[1][2], rel=0.02)
+        found.append((plugin.scaler.get_scale(), steps, module.losses, module.norms))
+    (scale, steps, losses, norms), theirs = found
+    assert (scale, steps) == theirs[:2] and steps == {EPOCHS * 6 - 2.0}
+    assert losses == pytest.approx(theirs[2], rel=0.02)
+    assert norms == pytest.approx(theirs[3], rel=0.02, nan_ok=True)
+    if clip is not None:
+        assert max(norm for norm in norms if norm < float("inf")) <= clip * 1.001
 
 
-def test_clipping_under_a_scaler_is_refused_as_for_fused_optimizers_and_there_is_a_way(tmp_path):
-    """Lightning would clip gradients that are still scaled. An optimizer that leaves the unscaling to the scaler has
-    them unscaled first."""
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
-    def run(maker, folder: str) -> list[float]:
-        precision = MixedPrecision("bf16-mixed", "cpu")
-        precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+@pytest.mark.parametrize("make", [fused, offloaded], ids=["FusedAdam", "CPUOffloadOptimizer"])
+def test_without_a_scaler_mixed_precision_clips_as_with_torchs_adamw(tmp_path, make):
+    found = []
+    for maker in (make, adamw):
         module = Module(maker, torch.float32)
-        fit(module, tmp_path / folder, plugins=[precision], gradient_clip_val=0.1)
-        return module.losses
+        fit(module, tmp_path / str(len(found)), precision="bf16-mixed", gradient_clip_val=0.1)
+        found.append(module.losses)
+    assert found[0] == pytest.approx(found[1], rel=0.02)
 
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        run(fused, "refused")
 
-    def unscaled_by_the_scaler(params):
-        optimizer = fused(params)
-        optimizer._step_supports_amp_scaling = False
-        return optimizer
+def test_clipping_is_refused_where_the_step_unscales_as_for_torchs_fused_adamw(tmp_path):
+    """Float16 gradients, which torch's scaler does not unscale: Lightning would clip them while they are scaled. And
+    with offloaded gradients it would find none."""
 
-    assert run(unscaled_by_the_scaler, "ours") == pytest.approx(run(adamw, "theirs"), rel=0.02)
+    def with_offloaded_gradients(params):
+        return CPUOffloadOptimizer(fused(params), offload_gradients=True)
+
+    for maker, dtype in ((fused, torch.float16), (with_offloaded_gradients, torch.float32)):
+        with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+            fit(Module(maker, dtype), tmp_path, plugins=[scaled("bf16-mixed")])

@@ -153,3 +153,44 @@ def test_gradients_are_accumulated_and_clipped_as_for_any_optimizer(tmp_path):
         trainer.train()
         found.append(losses(trainer))
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def in_float16(trainer: transformers.Trainer) -> transformers.Trainer:
+    """What `fp16=True` does, for which accelerate wants a GPU."""
+    accelerator = trainer.accelerator
+    accelerator.native_amp = True
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    return trainer
+
+
+@pytest.mark.parametrize("make", [fused, offloaded], ids=["FusedAdam", "CPUOffloadOptimizer"])
+def test_under_a_scaler_norms_clipping_and_skipped_steps_are_those_of_torchs_adamw(tmp_path, make):
+    found = []
+    for maker in (make, lambda params: torch.optim.AdamW(params, lr=LR, weight_decay=0.01)):
+        model = language_model(torch.float32)
+        model.config.attention_dropout = 0.0
+        calls = []
+
+        def overflow(grad: torch.Tensor, calls=calls) -> torch.Tensor:
+            calls.append(grad)
+            return grad * float("inf") if len(calls) in (3, 9) else grad
+
+        model.lm_head.weight.register_hook(overflow)
+        changes = {"max_grad_norm": 0.1, "save_strategy": "no"}
+        trainer = in_float16(
+            transformers.Trainer(
+                model,
+                arguments(tmp_path, **changes),
+                train_dataset=Counting(),
+                optimizers=(maker(model.parameters()), None),
+            )
+        )
+        trainer.train()
+        norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        steps = {float(state["step"]) for state in bare(trainer).state.values()}
+        found.append((trainer.accelerator.scaler.get_scale(), steps, rates(trainer), losses(trainer), norms))
+    ours, theirs = found
+    assert ours[:3] == theirs[:3] and ours[1] == {STEPS - 2.0}
+    assert ours[3] == pytest.approx(theirs[3], rel=0.01)
+    assert ours[4] == pytest.approx(theirs[4], rel=0.05, nan_ok=True)

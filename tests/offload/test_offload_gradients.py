@@ -641,6 +641,11 @@ def test_grad_scaler_is_refused_by_name_before_anything_changes(unscale, where):
     assert_same_values(params[0], reference.params[0])
 
 
+def test_gradscaler_and_trainers_are_told_that_the_step_would_have_to_unscale_so_that_it_can_refuse():
+    _, optimizer, _ = pair()
+    assert optimizer._step_supports_amp_scaling and not optimizer.inner._step_supports_amp_scaling
+
+
 @pytest.mark.parametrize("value", [1, None, "yes"])
 def test_what_is_neither_true_nor_false_is_refused(value):
     with pytest.raises(ValueError, match=r"offload_gradients: .* True or False"):

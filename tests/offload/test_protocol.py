@@ -199,12 +199,14 @@ def test_grad_scaler_scales_and_skips(make):
         scaler.scale(torch.ones(()))  # where it makes its state
         for step in range(4):
             set_grads(ps, step)
+            unscaled = [p.grad.clone() for p in ps]
             for p in ps:
                 p.grad.mul_(1024.0)
             if step == 2:
                 ps[0].grad[0, 0] = float("inf")
             scaler.step(o)
             scaler.update(1024.0)
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(ps, unscaled, strict=True))
     assert "found_inf" not in vars(optimizer.inner) and "grad_scale" not in vars(optimizer.inner)
     assert_same_training(params, optimizer, reference, plain)
 
@@ -217,12 +219,14 @@ def test_a_scaler_handed_to_the_step_divides_and_skips_as_it_does_without_offloa
         scaler.scale(torch.ones(()))
         for step in range(3):
             set_grads(ps, step)
+            unscaled = [p.grad.clone() for p in ps]
             for p in ps:
                 p.grad.mul_(1024.0)
             if step == 1:
                 ps[0].grad[0, 0] = float("inf")
             o.step(grad_scaler=scaler)
             scaler.update(1024.0)
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(ps, unscaled, strict=True))
     assert optimizer.state[params[0]]["step"].item() == 2
     assert_same_training(params, optimizer, reference, plain)
 

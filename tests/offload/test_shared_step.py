@@ -144,8 +144,10 @@ def test_a_scaler_and_a_skipped_step(where):
     for optimizer, ps in ((plain, reference), (shared, params)):
         for step, found in enumerate((0.0, 1.0, 0.0)):
             set_grads(ps, step)
+            scaled = [p.grad.clone() for p in ps]
             optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(found)
             optimizer.step()
+            assert all(torch.equal(p.grad, g if found else g / 8) for p, g in zip(ps, scaled, strict=True))
         del optimizer.grad_scale, optimizer.found_inf
     assert_same_training(params, shared, reference, plain)
 

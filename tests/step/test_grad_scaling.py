@@ -1,6 +1,8 @@
 """Gradient scaling: torch.amp.GradScaler on the CPU, and a scaler handed to step() as the peer takes it."""
 
+import copy
 import math
+import pickle
 import warnings
 
 import pytest
@@ -8,7 +10,9 @@ import torch
 from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import BF16, FORMS, FP8, FP16, FP32, Mode
 from helpers.training import build, gradient, train
-from statestream import FusedAdam
+from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream.scaling import unscale_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def param(dtype=FP32):
@@ -143,14 +147,190 @@ def test_a_scaler_handed_to_step_unscales_and_skips(capturable):
     assert scaler.get_scale() == 2.0**9
 
 
-def test_gradients_are_left_scaled_as_a_fused_optimizer_leaves_them():
-    a = param()
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        *((FP32, {}), (BF16, {}), (FP16, {}), (FP32, {"capturable": True}), (BF16, {"use_decoupled_grad": True})),
+        (BF16, {"use_decoupled_grad": True, "capturable": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [2.0**10, 1000.0])
+def test_gradients_are_left_as_torchs_adamw_leaves_them(dtype, options, scale):
+    """Unscaled, whoever does it. torch's own takes FP16 ones only where it is fused."""
+    a, b = param(dtype), param(dtype)
+    name = "decoupled_grad" if "use_decoupled_grad" in options else "grad"
+    found = []
+    for optimizer, weight in ((FusedAdam([a], **options), a), (torch.optim.AdamW([b], fused=dtype is FP16), b)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        backward(scaler, weight, 0)
+        if isinstance(optimizer, FusedAdam):
+            grad, weight.grad = weight.grad, None
+            setattr(weight, name, grad)
+        scaler.step(optimizer)
+        found.append(getattr(weight, name if weight is a else "grad"))
+    assert same_bits(*found) and found[0].any()
+
+
+def test_a_loop_that_clips_and_logs_norms_after_the_step_reads_those_of_torchs_adamw():
+    a, b = param(), param()
+    norms = {a: [], b: []}
+    for weight, optimizer in ((a, FusedAdam([a], lr=0.1)), (b, torch.optim.AdamW([b], lr=0.1, weight_decay=0))):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        for step in range(6):
+            backward(scaler, weight, step, blow_up=step == 2)
+            if step % 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_([weight], 0.5)
+            scaler.step(optimizer)
+            norms[weight].append(weight.grad.norm().item())
+            scaler.update()
+    assert norms[a] == norms[b] and norms[a][1] == pytest.approx(0.5)
+    assert not math.isfinite(norms[a][2]), "a skipped step"
+    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("capturable", [False, True])
+def test_the_update_divides_in_fp32_whatever_the_gradients_are_rounded_to_afterwards(dtype, capturable):
+    a, b = param(dtype), param(FP32)
+    with torch.no_grad():
+        b.copy_(a)
+    a.grad = gradient(a, 0, 0) * 1000
+    scaled, plain = (FusedAdam([p], lr=0.1, master_weights=True, capturable=capturable) for p in (a, b))
+    scaled.grad_scale, scaled.found_inf = torch.tensor(1000.0), torch.tensor(0.0)
+    inverse = torch.tensor(1 / 1000, dtype=FP32)
+    b.grad = a.grad.float() * inverse
+    rounded = b.grad.to(dtype)
+    scaled.step()
+    plain.step()
+    assert same_bits(a.grad, rounded)
+    assert same_bits(scaled.state[a]["exp_avg"], plain.state[b]["exp_avg"])
+
+
+def test_a_gradient_that_underflows_in_float16_has_counted_in_the_update():
+    a = param(FP16)
+    a.grad = torch.full_like(a, 2.0**-20)
     optimizer = FusedAdam([a], lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    backward(scaler, a, 0)
-    grad = a.grad.clone()
-    scaler.step(optimizer)
-    assert same_bits(a.grad, grad)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(2.0**16), torch.tensor(0.0)
+    optimizer.step()
+    assert not a.grad.any() and optimizer.state[a]["exp_avg"].all()
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_skipped_step_leaves_gradients_as_torchs_fused_adamw_does(capturable):
+    a, b = param(FP16), param(FP16)
+    for weight, optimizer in ((a, FusedAdam([a], capturable=capturable)), (b, torch.optim.AdamW([b], fused=True))):
+        backward(None, weight, 0, blow_up=True)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(1.0)
+        before = weight.grad.clone()
+        optimizer.step()
+        assert same_bits(weight.grad, before)
+
+
+def test_gradients_of_any_layout_are_unscaled_each_once():
+    weights = [param() for _ in range(6)]
+    whole = torch.arange(40.0).reshape(20, 2)
+    complex_ones = torch.complex(torch.zeros(20), torch.arange(20.0))
+    weights[0].grad = torch.tensor(4.0).expand(20)
+    weights[1].grad = whole[:, 1]
+    weights[2].grad = weights[3].grad = torch.full((20,), 8.0)
+    weights[4].grad = complex_ones.conj().imag
+    with torch.inference_mode():
+        weights[5].grad = torch.full((20,), 2.0)
+    wanted = [weight.grad.clone() / 4 for weight in weights]
+    optimizer = FusedAdam(weights, lr=0.1)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    optimizer.step()
+    for weight, grad in zip(weights, wanted, strict=True):
+        assert torch.equal(weight.grad, grad)
+    assert torch.equal(whole[:, 1], wanted[1]), "in place"
+    assert weights[2].grad is weights[3].grad
+
+
+class NothingReadByTheHost(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host would wait, and no graph holds it"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_scaled_gradients_are_divided_without_the_host_as_a_cuda_graph_needs(found):
+    a = param(BF16)
+    a.grad = torch.full((20,), 8.0, dtype=BF16)
+    with NothingReadByTheHost():
+        unscale_gradients([a], "grad", torch.tensor(4.0), torch.tensor([found]))
+    assert torch.equal(a.grad, torch.full((20,), 8.0 if found else 2.0, dtype=BF16))
+
+
+# ---- who unscales ----
+
+
+WHO = {
+    "float32": ({}, FP32, False),
+    "bfloat16": ({}, BF16, False),
+    "float16, which torch's unscale_ refuses": ({}, FP16, True),
+    "capturable": ({"capturable": True}, FP32, True),
+    "decoupled gradients, which it does not know": ({"use_decoupled_grad": True}, FP32, True),
+}
+
+
+@pytest.mark.parametrize("backward_ran", [False, True], ids=["before backward", "after it"])
+@pytest.mark.parametrize(("options", "dtype", "wanted"), WHO.values(), ids=WHO)
+def test_gradscaler_unscales_itself_wherever_it_can(options, dtype, wanted, backward_ran):
+    """So that trainers clip, and see which steps were skipped, as with torch's AdamW."""
+    a = param(dtype)
+    optimizer = FusedAdam([a], **options)
+    if backward_ran:
+        backward(None, a, 0)
+    assert optimizer._step_supports_amp_scaling is wanted
+
+
+def test_gradients_that_are_there_decide_and_frozen_parameters_do_not():
+    half, single = param(FP16), param(FP32)
+    optimizer = FusedAdam([half, single])
+    backward(None, single, 0)
+    assert not optimizer._step_supports_amp_scaling
+    single.grad = None
+    half.requires_grad_(False)
+    assert not optimizer._step_supports_amp_scaling
+    half.requires_grad_(True)
+    backward(None, half, 0)
+    assert optimizer._step_supports_amp_scaling
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("wrap", [lambda o: o, CPUOffloadOptimizer], ids=["FusedAdam", "CPUOffloadOptimizer"])
+def test_what_is_assigned_stays_also_in_copies(wrap, value, copied):
+    optimizer = wrap(FusedAdam([param(BF16 if value else FP16)]))
+    assert optimizer._step_supports_amp_scaling is not value
+    optimizer._step_supports_amp_scaling = value
+    assert optimizer._step_supports_amp_scaling is value
+    assert copied(optimizer)._step_supports_amp_scaling is value
+
+
+def test_what_was_assigned_before_wrapping_holds_after_it():
+    inner = FusedAdam([param(FP16)])
+    inner._step_supports_amp_scaling = False
+    assert not CPUOffloadOptimizer(inner)._step_supports_amp_scaling
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_either_way_a_step_is_the_same(value):
+    a, b = param(BF16), param(BF16)
+    for weight, assigned in ((a, value), (b, not value)):
+        optimizer = FusedAdam([weight], lr=0.1, master_weights=True)
+        optimizer._step_supports_amp_scaling = assigned
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(3):
+            backward(scaler, weight, step)
+            scaler.step(optimizer)
+            scaler.update()
+    assert same_bits(a, b) and same_bits(a.grad, b.grad)
+
+
+# ---- the step itself ----
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -179,15 +359,18 @@ def test_any_form_of_found_inf_skips(found):
     assert not torch.equal(a, before)
 
 
-def test_hooks_run_on_a_skipped_step_and_schedulers_go_on():
-    a = param()
-    optimizer = FusedAdam([a], lr=0.1)
+@pytest.mark.parametrize("fused", [False, True], ids=["AdamW", "fused AdamW"])
+def test_hooks_run_on_a_skipped_step_where_they_do_with_torchs_adamw(fused):
+    a, b = param(), param()
+    ours, theirs = FusedAdam([a], lr=0.1), torch.optim.AdamW([b], lr=0.1, fused=fused)
+    ours._step_supports_amp_scaling = fused
     seen = []
-    optimizer.register_step_post_hook(lambda *_: seen.append(1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    backward(scaler, a, 0, blow_up=True)
-    scaler.step(optimizer)
-    assert seen == [1]
+    for weight, optimizer in ((a, ours), (b, theirs)):
+        optimizer.register_step_post_hook(lambda hooked, *_: seen.append(hooked))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        backward(scaler, weight, 0, blow_up=True)
+        scaler.step(optimizer)
+    assert seen == ([ours, theirs] if fused else [])
 
 
 def test_masters_written_meanwhile_are_still_followed_after_a_skipped_step():

@@ -267,18 +267,14 @@ class ElementRanges(Units):
     def _has_grad(self, param: Tensor) -> bool:
         if self.gradients is not None:
             return self.gradients.has(param)
-        return getattr(param, self._grad_name, None) is not None
-
-    @property
-    def _grad_name(self) -> str:
-        return "decoupled_grad" if self.inner.use_decoupled_grad else "grad"
+        return getattr(param, self.inner._grad_name, None) is not None
 
     def _grad(self, table: StepTable, name: str, param: Tensor, local: Tensor) -> Tensor:
         """The local gradient, checked."""
         if self.gradients is not None:
             self.gradients.check(param, name)
             return self.gradients.sum_of(param)
-        return table.checked_grad(param, local, getattr(param, self._grad_name), name)
+        return table.checked_grad(param, local, getattr(param, self.inner._grad_name), name)
 
     def _job(self, table: StepTable, name: str, param: Tensor, options: AdamOptions, ordinal: int) -> Job:
         local = local_of(param)

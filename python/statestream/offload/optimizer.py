@@ -37,7 +37,7 @@ from statestream.offload.muon_layouts import muon_layout
 from statestream.offload.one_pass import OnePass
 from statestream.offload.step_plan import StepPlan, plan_of
 from statestream.offload.whole_parameters import WholeParameters
-from statestream.scaling import scaling_of
+from statestream.scaling import scaling_of, unscale_gradients
 from statestream.tensors import is_dtensor, local_of
 
 __all__ = ["CPUOffloadOptimizer"]
@@ -177,7 +177,16 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return getattr(self.inner, "_step_supports_amp_scaling", False)
+        """As of the inner optimizer; true with offload_gradients too, so that GradScaler comes to the step that
+        refuses it. What is assigned to this stays."""
+        assigned = self._settings.get("amp_scaling")
+        if assigned is not None:
+            return assigned
+        return self._settings["offload_gradients"] or getattr(self.inner, "_step_supports_amp_scaling", False)
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._settings["amp_scaling"] = bool(value)
 
     @property
     def step_chunk_bytes(self) -> int | None:
@@ -308,6 +317,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             with interrupts_held():
                 self.inner.__dict__.update(handed)
                 self.units.step(1.0 if grad_scale is None else as_number(grad_scale))
+                if grad_scale is not None and isinstance(self.inner, FusedAdam):
+                    with self.units.device.computing():
+                        unscale_gradients(self.units.params(), self.inner._grad_name, grad_scale)
         except BaseException as error:
             if self.units.torn and hasattr(error, "add_note"):
                 error.add_note(f"updated in part: {', '.join(self.units.torn)}")
@@ -375,7 +387,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return report_of(
             self.units.params(),
             {} if self.units.store.banks else self.inner.state,
-            "decoupled_grad" if getattr(self.inner, "use_decoupled_grad", False) else "grad",
+            getattr(self.inner, "_grad_name", "grad"),
             arenas=arenas,
             exported=self._exported,
             step_device=self.units.step_bytes,
