@@ -41,6 +41,7 @@ class Checkpointing:
     """Device and host bytes that the last export took."""
     _half_loaded = False
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The state of every parameter that is trained or has been, moments and masters as float32.
@@ -91,6 +92,7 @@ class Checkpointing:
             if param.requires_grad or param in self.state:
                 self._keeper.follow(param, self.state[param])
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads in place: the state keeps its dtypes, device and addresses, whatever the dict holds.

@@ -179,6 +179,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
 
     # ---- parameters and their state ----
 
+    @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; options and parameters are checked first, and a refused group leaves no trace."""
         if not isinstance(param_group, dict):
@@ -221,6 +222,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             added["lr"] = torch.as_tensor(added["lr"], dtype=torch.float32, device=device)
             added[STEP] = torch.tensor(as_number(added[STEP]), dtype=torch.float32, device=device)
 
+    @torch._disable_dynamo  # a state may be read first in a compiled function
     def _make_state(self, param: Tensor) -> dict[str, Any] | None:
         if id(param) not in self._members:
             self._members = {id(p) for p in self._params()}
@@ -234,6 +236,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
 
     # ---- the step ----
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **legacy: Any) -> Any:
         """One update of every parameter that has a gradient.
@@ -347,6 +350,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
 
         return self._table.calls(group["params"], self.state, self._grad_name, name_of, first_ordinal)
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As in torch; with use_decoupled_grad it clears ``decoupled_grad``."""
         if set_to_none is None:
@@ -365,6 +369,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             elif getattr(param, "decoupled_grad", None) is not None:
                 param.decoupled_grad.detach_().zero_()
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Brings masters back to weights that were written through ``.data``, which leaves no

@@ -108,6 +108,7 @@ def log_memory(
         raise ValueError(f"every: {every!r} is not a number of steps, 1 or more")
     steps = 0
 
+    @torch._disable_dynamo
     def after_step(*_: Any) -> None:
         nonlocal steps
         steps += 1

@@ -34,6 +34,7 @@ class _Hook:
     def __init__(self, gradients: OffloadedGradients, name: str):
         self._gradients, self._name = weakref.ref(gradients), name
 
+    @torch._disable_dynamo
     def __call__(self, param: Tensor) -> None:
         gradients = self._gradients()
         if gradients is not None:

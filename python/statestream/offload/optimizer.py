@@ -216,6 +216,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """How many of them are pinned."""
         return self.units.device.memory.pinned_bytes
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; host memory for the new parameters' state is taken here."""
@@ -232,6 +233,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         if self.plan.alone != alone:
             warnings.warn(self.plan.complaint(self.units.smallest), RuntimeWarning, stacklevel=3)
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As the inner optimizer does; the same is done with gradients that were offloaded."""
         if (gradients := self._gradients) is not None:
@@ -245,6 +247,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def _gradients(self) -> OffloadedGradients | None:
         return getattr(self.units, "gradients", None)
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Scales gradients so that the norm of all of them is at most `max_norm`; returns the norm before, a tensor of
@@ -264,6 +267,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     # ---- the step ----
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **legacy: Any) -> Any:
         """One step of the inner optimizer. `closure` is evaluated once, before any state moves.
@@ -331,6 +335,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
                 else:
                     self.inner.__dict__[key] = value
 
+    @torch._disable_dynamo
     def refresh_masters(self) -> None:
         """FusedAdam inside: the next step compares every FP32 master with its weight; for weights that were
         written through ``.data``."""
@@ -340,6 +345,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     # ---- checkpoints ----
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, tensors in host memory: its own keys, dtypes and sharding (FusedAdam:
@@ -356,6 +362,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
                 state_dict = changed
         return state_dict
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads into the host state in place, whatever device the values are on. All is checked first: a load that
