@@ -19,7 +19,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 TESTS = Path(__file__).parent
 ONE_IN = {
-    "offload/test_shared_step.py": 4,
+    "offload/test_shared_step.py": 8,
+    "offload/test_on_simulated_device.py": 3,
     "offload/test_forms.py": 2,
     "offload/test_bits.py": 2,
     "dcp/test_round_trip.py": 3,

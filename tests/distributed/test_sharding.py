@@ -140,3 +140,9 @@ def test_a_wrapped_tensor_has_the_mesh_placements_shape_and_stride_of_its_model_
             assert (wrapped.device_mesh, wrapped.placements) == (like.device_mesh, like.placements)
             assert wrapped.to_local().untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
             assert wrapped._spec.tensor_meta.dtype is dtype  # what operators on it are planned with
+
+
+def test_a_negated_view_has_its_sign_in_the_share():
+    values = torch.arange(1.0, 7.0)
+    share = local_share(torch._neg_view(values), torch.empty(6), "exp_avg", "parameter 0")
+    assert not share.is_neg() and torch.equal(share, -values)

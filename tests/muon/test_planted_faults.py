@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.thread_ranks import run_on_threads
 from statestream.offload import muon as muon_module
 from statestream.offload import muon_agreement, stream, subset
 from statestream.offload.muon import MuonBatches
@@ -158,3 +159,15 @@ def test_plans_of_other_placements_differ():
         assert len(set(described)) == 3
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_whose_plans_differ_all_raise_both_plans_and_equal_ones_go_on(monkeypatch):
+    def agree(rank):
+        return muon_agreement.check_same_plan((0, 1, 2), "chunk 0: 512 bytes" if rank == 2 else plans[0])
+
+    plans = ["chunk 0: 256 bytes", "chunk 0: 512 bytes"]  # of one length
+    for error in run_on_threads(monkeypatch, 3, agree):
+        assert isinstance(error, RuntimeError)
+        assert str(error).endswith(f"plan of rank 0 of the group:\n{plans[0]}\nplan of rank 2:\n{plans[1]}")
+    plans = plans[1:]
+    assert run_on_threads(monkeypatch, 3, agree) == [None] * 3
