@@ -8,9 +8,9 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from statestream.sharding import around, local_share
+from statestream.sharding import around, local_ranges, local_share, placed_as
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -98,6 +98,7 @@ def test_a_rank_that_the_mesh_leaves_out_has_an_empty_share():
         mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
         param = distribute_tensor(full, mesh, (Shard(0),), src_data_rank=None)
         assert local_share(full, param, "exp_avg", "'w'").numel() == 0
+        assert local_ranges(param) == [[(0, 0)], [(0, 0)]]
         state = around(torch.zeros_like(param.to_local()), param)
         assert state.shape == full.shape and state.to_local().numel() == 0
 
@@ -146,3 +147,13 @@ def test_a_negated_view_has_its_sign_in_the_share():
     values = torch.arange(1.0, 7.0)
     share = local_share(torch._neg_view(values), torch.empty(6), "exp_avg", "parameter 0")
     assert not share.is_neg() and torch.equal(share, -values)
+
+
+@pytest.mark.parametrize("placements", [(Partial(),), (Replicate(),), (Shard(1),)], ids=str)
+def test_a_gradient_that_is_placed_otherwise_is_redistributed_and_one_that_is_not_is_itself(placements):
+    with world(1, (4,)) as mesh:
+        param = distribute_tensor(values((8, 4)), mesh, (Shard(0),), src_data_rank=None)
+        grad = DTensor.from_local(torch.ones(8, 4 if placements != (Shard(1),) else 1), mesh, placements)
+        placed = placed_as(grad, param, "'w'")
+        assert placed.placements == param.placements and placed.to_local().shape == param.to_local().shape
+        assert placed_as(placed, param, "'w'") is placed

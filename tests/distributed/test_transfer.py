@@ -263,3 +263,12 @@ def test_a_load_takes_all_its_memory_before_it_writes(stored, saved, strided):
         taken = loader.staging_taken
         loader.copy(values, state)
         assert loader.staging_taken == taken
+
+
+@pytest.mark.parametrize("staging", [2048, 3000, 5000, 6144])
+def test_slices_of_scaled_state_begin_on_block_edges_whatever_the_staging(staging):
+    state = Stored(torch.zeros(3000, dtype=torch.float16), torch.ones(scale_count(3000)))
+    values = torch.arange(3000, dtype=torch.float64) % 32
+    with Loader(staging) as loader:
+        loader.copy(values, state)
+    assert torch.equal(state.values().double(), values)

@@ -145,3 +145,14 @@ def test_a_parameter_that_was_replaced_is_freed_by_the_next_export():
         param = None
         optimizer.state_dict()
         assert replaced() is None
+
+
+def test_a_parameter_whose_local_tensor_is_written_by_itself_counts_as_written():
+    """A DTensor's versions are not those of its local tensor."""
+    params, locals_ = [Parameter(torch.zeros(3)) for _ in range(2)], [torch.zeros(3) for _ in range(2)]
+    watch = WriteWatch()
+    watch.remember(params, locals_)
+    assert watch.written(params, locals_) == []
+    locals_[1].add_(1)
+    ((param, local),) = watch.written(params, locals_)
+    assert param is params[1] and local is locals_[1]
