@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import compileall
 import hashlib
 import json
 import re
@@ -88,38 +89,25 @@ def _keep(log: Path, key: str, verdict: Verdict) -> None:
 
 
 def _python(arguments: argparse.Namespace) -> int:
-    sources = [path for path in python_sources() if not arguments.names or any(n in path for n in arguments.names)]
-    if arguments.random is not None:
-        chosen: Sequence[Any] = list(islice(python_mutations(ROOT, arguments.seed, sources), arguments.random))
-        named = [(str(mutation), mutation) for mutation in chosen]
-    else:
-        named = [(f"`{Path(f.edits[0].path).name}`: {f.name}", f.edits[0]) for f in PYTHON_PLANTED]
-        words = arguments.names
-        named = [(name, edit) for name, edit in named if not words or any(w in f"{edit.path} {name}" for w in words)]
-    if not named:
+    chosen = _chosen(arguments)
+    if not chosen:
         print("no such mistake")
         return 2
+    known, verdicts = _known(arguments.log), []
     with tempfile.TemporaryDirectory(prefix="fault-") as folder:
         tree = Path(folder)
         copy_tree(tree)
+        compileall.compile_dir(tree / "python", quiet=1)  # once, and not in each process that tests
         if not arguments.no_control:
-            asked = first_files(edit.path for _, edit in named)
-            control = judge_python(tree, asked)
+            control = judge_python(tree, first_files(edit.path for _, edit in chosen))
             if control.outcome != "survived":
                 print(f"the sources as they are: {control}")
                 return 2
-        known = _known(arguments.log)
-        verdicts = []
-        for name, edit in named:
+        for name, edit in chosen:
             source = (tree / edit.path).read_text()
-            change = edit.new if arguments.random is None else f"{edit.start} {edit.end} {edit.new}"
-            key = f"{hashlib.sha256(source.encode()).hexdigest()[:16]} {edit.path} {name} {change}"
+            key = f"{hashlib.sha256(source.encode()).hexdigest()[:16]} {edit.path} {name} {edit.new}"
             verdict = known.get(key)
-            rungs = rungs_of(edit.path, arguments.until)
-            if verdict is not None and not (arguments.again and verdict.outcome == "survived"):
-                asked = RUNGS if verdict.outcome == "caught" else list(RUNGS)[: list(RUNGS).index(verdict.rung) + 1]
-                rungs = {rung: tests for rung, tests in rungs.items() if rung not in asked}
-            if rungs:
+            if rungs := _rungs_left(verdict, edit.path, arguments):
                 edit.apply(tree)
                 try:
                     verdict = judge_python(tree, rungs)
@@ -128,7 +116,32 @@ def _python(arguments: argparse.Namespace) -> int:
                 if arguments.log:
                     _keep(arguments.log, key, verdict)
             verdicts.append(_report(name, verdict))
-    status = _summary(verdicts, 1.0 if arguments.random is None else 0.9)
+    return _python_summary(verdicts, 1.0 if arguments.random is None else 0.9)
+
+
+def _chosen(arguments: argparse.Namespace) -> list[tuple[str, Any]]:
+    """Names and edits."""
+    words = arguments.names
+    if arguments.random is None:
+        planted = [(f"`{Path(f.edits[0].path).name}`: {f.name}", f.edits[0]) for f in PYTHON_PLANTED]
+        return [(name, edit) for name, edit in planted if not words or any(w in f"{edit.path} {name}" for w in words)]
+    sources = [path for path in python_sources() if not words or any(w in path for w in words)]
+    mutations = islice(python_mutations(ROOT, arguments.seed, sources), arguments.random)
+    return [(f"{mutation} at {mutation.start}", mutation) for mutation in mutations]
+
+
+def _rungs_left(verdict: Verdict | None, path: str, arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """What there is still to ask of a mistake with this verdict."""
+    rungs = rungs_of(path, arguments.until)
+    if verdict is None or (verdict.outcome == "survived" and arguments.again):
+        return rungs
+    order = list(RUNGS)
+    asked = order if verdict.outcome == "caught" else order[: order.index(verdict.rung) + 1]
+    return {rung: tests for rung, tests in rungs.items() if rung not in asked}
+
+
+def _python_summary(verdicts: Sequence[Verdict], needed: float) -> int:
+    status = _summary(verdicts, needed)
     caught = [v for v in verdicts if v.outcome == "caught"]
     by_rung = Counter(v.rung for v in caught)
     print(", ".join(f"{by_rung[rung]} by {what}" for rung, what in RUNGS.items()))
@@ -153,7 +166,7 @@ def _report(name: str, verdict: Verdict) -> Verdict:
     return verdict
 
 
-def _summary(verdicts: list[Verdict], needed: float) -> int:
+def _summary(verdicts: Sequence[Verdict], needed: float) -> int:
     by_test = Counter(re.split(r"\[| \(", v.by)[0] for v in verdicts if v.outcome == "caught")
     for test, count in by_test.most_common():
         print(f"{count} by {test}")

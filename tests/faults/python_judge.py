@@ -96,12 +96,16 @@ def judge_python(tree: Path, rungs: dict[str, list[str]]) -> Verdict:
 
 def _run(tree: Path, asked: list[str], cpu_seconds: int) -> tuple[int, str]:
     """pytest's exit status, negative for a signal that ended it, and its output. In a fork of this process, which has
-    loaded torch and started no thread: most of a run is the loading."""
+    loaded what tests load, and started no thread: most of a run is the loading."""
     if "statestream" in sys.modules:
         raise RuntimeError("this process has loaded statestream, and so its forks would not load the changed one")
     os.environ["OMP_WAIT_POLICY"] = "passive"  # as tests/conftest.py says
+    import hypothesis  # noqa: F401
     import pytest
-    import torch  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.tensor
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
     (tree / "tmp").mkdir(exist_ok=True)
     said = tree / "tmp" / "said"
@@ -116,8 +120,8 @@ def _run(tree: Path, asked: list[str], cpu_seconds: int) -> tuple[int, str]:
             os.environ.update(PYTHONPATH=str(tree / "python"), TMPDIR=str(tree / "tmp"), PYTHONDONTWRITEBYTECODE="1")
             sys.dont_write_bytecode = True
             sys.path[:] = [str(tree / "python"), *(path for path in sys.path if Path(path).resolve() != ROOT)]
-            options = ["-x", "-v", "-p", "no:cacheprovider", "--timeout=200", "-k", f"not ({' or '.join(_OF_TIME)})"]
-            os._exit(pytest.main([*options, *asked]))
+            options = ["-x", "-v", "-p", "no:cacheprovider", "--assert=plain", "--timeout=200"]
+            os._exit(pytest.main([*options, "-k", f"not ({' or '.join(_OF_TIME)})", *asked]))
         finally:
             os._exit(70)
     ended, end = (0, 0), time.monotonic() + _SECONDS

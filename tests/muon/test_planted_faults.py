@@ -124,20 +124,6 @@ def test_a_plan_that_leaves_a_unit_out_or_repeats_one_is_no_partition():
     check_partition(plan, [1, 2, 3], {1: "a", 3: "c"})  # the second has left the optimizer
 
 
-def test_joined_units_are_one_chunk_whatever_the_budget():
-    units = [Unit((256,)), Unit((512,)), Unit((512,), joined=True), Unit((256,), joined=True), Unit((256,))]
-    for budget in (1, 300, 768, 1300, 4000, 100_000):
-        plan = make_plan(units, budget)
-        chunk = next(c for c in plan.chunks if any(p.unit == 1 for p in c.pieces))
-        assert {1, 2, 3} <= {p.unit for p in chunk.pieces}
-        assert plan.oversize == ((1,) if 300 <= budget < 1280 else (0, 1, 4) if budget < 256 else ())
-        assert plan.ring_bytes <= max(budget, 1280)
-    with pytest.raises(ValueError, match="joined"):
-        make_plan([Unit((256,), joined=True)], 1)
-    with pytest.raises(ValueError, match="joined"):
-        make_plan([Unit((256,)), Unit((256,), bank=1, joined=True)], 1)
-
-
 def test_a_plan_is_described_by_what_all_ranks_know():
     case = Case("megabatched", [Group([(64, 256)] * 2, options={}), EMPTY, ADAMW], dtype=torch.bfloat16)
     units = offloaded(case.run(), 1).optimizer.units

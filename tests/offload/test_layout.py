@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from statestream.offload.arena import Arena, Bank
+from statestream.offload.arena import GRADS, Arena, Bank
 from statestream.offload.host_memory import HostMemory
 from statestream.offload.layout import SMALL_GAP_BYTES, Layout
 from statestream.offload.plan import Unit, make_plan
@@ -79,3 +79,18 @@ def test_a_piece_lies_in_the_ring_as_it_lies_in_its_arena():
                 in_ring = layout.place(stage.chunk, piece, kind) - transfer.ring_offset
                 in_arena = layout.banks[0].start(kind, piece) - transfer.host_offset
                 assert in_ring == in_arena
+
+
+def test_gradients_travel_to_the_device_and_not_back():
+    memory, units = HostMemory(), [Unit((256, 1024))] * 2
+    arenas = [Arena(kind, [n, n], [n, n], memory) for kind, n in (("exp_avg", 256), (GRADS, 1024))]
+    (stage,) = Layout(make_plan(units, None), units, [Bank(0, units, arenas)]).stages()
+    assert [(t.nbytes, t.stored) for t in stage.transfers] == [(512, True), (2048, False)]
+
+
+def test_gaps_that_are_small_by_themselves_are_not_added_up():
+    half = adam_unit(SMALL_GAP_BYTES // 2048 // 2 + 1)
+    small = adam_unit(1)
+    layout = layout_of([small, half, small, half, small, half, small], None)
+    (stage,) = layout.stages({0, 2, 4, 6})
+    assert len(stage.transfers) == len(KINDS)

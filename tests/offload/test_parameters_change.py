@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from simulated_device.device import SimulatedDevice
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload.device import HostDevice
 from statestream.offload.host_memory import HostMemory
@@ -317,3 +318,20 @@ def test_a_step_of_some_parameters_teaches_the_balance_nothing(on_device):
     set_grads(params, 1)
     optimizer.step()
     assert optimizer.units.host._timed is not None
+
+
+def test_a_layout_that_changes_while_the_last_step_is_still_stored(on_device):
+    shape = (8, 3, 5, 5)
+    params, reference = make_params(shapes=[shape, (100,)]), make_params(shapes=[shape, (100,)])
+    device = on_device(SimulatedDevice(1, style="late"))
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 6_000)
+    judge = FusedAdam(reference, lr=0.1)
+    train(optimizer, params, range(1))
+    train(judge, reference, range(1))
+    assert device.queues["store"]
+    for ps in (params, reference):  # with weights of their own: a copy of the old ones would wait for the step
+        ps[0].data = torch.ones(shape).to(memory_format=torch.channels_last)
+    train(optimizer, params, range(1, 2))
+    train(judge, reference, range(1, 2))
+    device.settle()
+    assert_same_training(params, optimizer, reference, judge)

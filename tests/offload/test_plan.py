@@ -125,3 +125,23 @@ def test_every_chunk_begins_where_vectors_may(budget):
     plan = make_plan(units, budget)
     assert len(plan.chunks) > 3
     assert [chunk.offset for chunk in plan.chunks if chunk.offset % planning.ALIGNMENT_BYTES] == []
+
+
+@pytest.mark.parametrize("budget", [3 * 256 * 10, 3 * 256 * 10 + 100, 3 * 256 * 10 + 600])
+def test_three_chunks_have_room_beside_each_other(budget):
+    plan = make_plan([Unit((256 * 90,), 90)], budget)
+    assert [chunk.after for chunk in plan.chunks[:4]] == [-1, -1, -1, 0]
+
+
+def test_joined_units_are_one_chunk_whatever_the_budget():
+    units = [Unit((256,)), Unit((512,)), Unit((512,), joined=True), Unit((256,), joined=True), Unit((256,))]
+    for budget in (1, 300, 768, 1300, 4000, 100_000):
+        plan = make_plan(units, budget)
+        chunk = next(c for c in plan.chunks if any(p.unit == 1 for p in c.pieces))
+        assert {1, 2, 3} <= {p.unit for p in chunk.pieces}
+        assert plan.oversize == ((1,) if 300 <= budget < 1280 else (0, 1, 4) if budget < 256 else ())
+        assert plan.ring_bytes <= max(budget, 1280)
+    with pytest.raises(ValueError, match="joined"):
+        make_plan([Unit((256,), joined=True)], 1)
+    with pytest.raises(ValueError, match="joined"):
+        make_plan([Unit((256,)), Unit((256,), bank=1, joined=True)], 1)

@@ -5,12 +5,14 @@ import io
 
 import pytest
 import torch
+from distributed.test_sharding import world
 from helpers.bits import differences, same_bits
 from helpers.memory import peak_extra_bytes
 from helpers.modes import FORMS, MODES, Mode
 from helpers.stored import decoded
 from helpers.training import build, train
 from statestream import FusedAdam, kernels
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 FP32, BF16 = torch.float32, torch.bfloat16
 MIB = 1 << 20
@@ -25,6 +27,38 @@ def tensors_of(state_dict):
     for number, group in enumerate(state_dict["param_groups"]):
         found.update({f"group {number} {k}": v for k, v in group.items()})
     return found
+
+
+def test_an_export_on_the_device_is_sharded_as_its_parameter():
+    with world(1, (4,)) as mesh:
+        param = torch.nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)], src_data_rank=None))
+        optimizer = FusedAdam([param], exp_avg_dtype="bf16", exp_avg_sq_dtype="fp8")
+        for name in ("exp_avg", "exp_avg_sq"):
+            value = optimizer.state_dict()["state"][0][name]
+            assert isinstance(value, DTensor) and value.placements == param.placements and value.shape == param.shape
+            assert value.dtype is FP32 and value.to_local().shape == (2, 4)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["live", "snapshot"])
+def test_what_an_export_takes_is_what_is_not_live(offload):
+    param = torch.nn.Parameter(torch.randn(100))
+    optimizer = FusedAdam([param], exp_avg_dtype="bf16", state_dict_cpu_offload=offload)
+    optimizer.state_dict()
+    step = 4
+    assert optimizer._exported == (0, 800 + step if offload else 400)
+
+
+@pytest.mark.parametrize(
+    "held", [torch.arange(12.0).view(3, 4)[:, :2], torch.eye(3).to_sparse()], ids=["gaps", "sparse"]
+)
+def test_a_snapshot_of_a_users_tensor_is_apart_from_it_whatever_its_layout(held):
+    param = torch.nn.Parameter(torch.randn(100))
+    optimizer = FusedAdam([param], state_dict_cpu_offload=True)
+    optimizer.state[param]["mine"] = held.clone() if held.layout is torch.sparse_coo else held
+    exported = optimizer.state_dict()["state"][0]["mine"]
+    wanted = exported.to_dense().clone()
+    optimizer.state[param]["mine"].mul_(2)
+    assert torch.equal(exported.to_dense(), wanted)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)

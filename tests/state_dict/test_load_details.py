@@ -323,3 +323,43 @@ def test_a_parameter_without_an_update_of_its_own_does_not_take_its_groups_count
     optimizer.step()
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert [float(optimizer.state[p]["step"]) for p in (a, b)] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("exp_avg_sq_dtype", ["bf16", "fp16"])
+def test_a_load_for_which_there_is_no_staging_changes_nothing(exp_avg_sq_dtype, monkeypatch):
+    params = two_params()
+    optimizer = FusedAdam(params, lr=0.1, exp_avg_sq_dtype=exp_avg_sq_dtype)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg_sq"] = state["exp_avg_sq"].double()
+    optimizer.step()
+    before = snapshot(optimizer)
+
+    def refused(*_):
+        raise MemoryError("no staging")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("statestream.transfer._Staging", refused)
+        with pytest.raises(MemoryError, match="no staging"):
+            optimizer.load_state_dict(saved)
+    assert differences(before, snapshot(optimizer)) == []
+    optimizer.step()
+
+
+def test_a_snapshot_is_apart_from_what_a_user_keeps_under_names():
+    optimizer = FusedAdam(two_params(), state_dict_cpu_offload=True)
+    optimizer.state["run"] = {"losses": [1.0]}
+    saved = optimizer.state_dict()
+    optimizer.state["run"]["losses"].append(2.0)
+    assert saved["state"]["run"] == {"losses": [1.0]}
+
+
+def test_a_load_without_a_parameters_state_drops_its_scales_too():
+    a, b = two_params()
+    optimizer = FusedAdam([a, b], lr=0.1, exp_avg_dtype="fp8")
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][1]
+    optimizer.load_state_dict(saved)
+    assert set(optimizer._keeper.scales) == {a}

@@ -150,3 +150,15 @@ def test_state_follows_a_parameter_that_is_swapped_onto_another_device():
     assert {value.device.type for value in optimizer.state[param].values()} == {"cpu"}
     assert optimizer.state[param]["step"] == 1
     assert (param < 1).all()
+
+
+def test_the_scales_of_a_master_go_with_it():
+    param = torch.nn.Parameter(torch.ones(300, dtype=BF16))
+    optimizer = FusedAdam([param], lr=0.1, master_weights=True, master_weight_dtype="fp16", exp_avg_dtype="fp8")
+    assert set(optimizer.state[param]) > {"master_param"}
+    assert set(optimizer._keeper.scales[param]) == {"exp_avg", "master_param"}
+    param.data = param.data.float()
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert "master_param" not in optimizer.state[param]
+    assert set(optimizer._keeper.scales[param]) == {"exp_avg"}

@@ -4,6 +4,7 @@ import copy
 import math
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from helpers.modes import BF16, FORMS, FP8, FP16, FP32, Mode
 from helpers.training import build, gradient, train
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.scaling import unscale_gradients
+from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -388,3 +390,17 @@ def test_masters_written_meanwhile_are_still_followed_after_a_skipped_step():
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()
     assert torch.equal(optimizer.state[weight]["master_param"], before)
+
+
+@pytest.mark.parametrize("found", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_an_infinity_on_any_device_skips_the_step(found):
+    weight = param()
+    optimizer = FusedAdam([weight], lr=0.1)
+    weight.grad = torch.ones_like(weight)
+    per_device = {torch.device("cuda", i): torch.tensor(value) for i, value in enumerate(found)}
+    scaler = SimpleNamespace(
+        _per_optimizer_states={id(optimizer): {"stage": OptState.UNSCALED}},
+        _found_inf_per_device=lambda _: per_device,
+    )
+    optimizer.step(grad_scaler=scaler)
+    assert optimizer.state[weight]["step"] == (0 if any(found) else 1)
