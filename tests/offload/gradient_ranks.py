@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .conftest import Beyond, assert_same_values
 
@@ -133,6 +134,53 @@ def fsdp2_gradients_come_through_slots(folder):
         optimizer_module.device_for = units_module.device_for = device_for
 
 
+def gradients_on_their_way_keep_little_of_the_device(folder):
+    """Beside the buffer that FSDP2 reduces just now, and when backward is over."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rooms, device_for = (gradient_staging.SLOT_BYTES, gradient_staging.HELD_BYTES), optimizer_module.device_for
+    release = gradient_staging.GradientStaging.release
+    gradient_staging.SLOT_BYTES, gradient_staging.HELD_BYTES = 1 << 20, 20_000
+    optimizer_module.device_for = units_module.device_for = lambda _: Beyond()
+    try:
+        for broken in (False, True):
+            buffers: dict[int, tuple[StorageWeakRef, int]] = {}
+            most = 0
+
+            def note(param, buffers=buffers):
+                nonlocal most
+                storage = local(param.grad).untyped_storage()
+                buffers[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                most = max(most, held(buffers) - storage.nbytes())
+
+            torch.manual_seed(0)
+            # Layers of one buffer each, of which the bias is the last to be taken; the outermost is the largest.
+            net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)], nn.Linear(64, 256))
+            for layer in net[:-1]:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(net, mesh=mesh)
+            for param in net.parameters():
+                param.register_post_accumulate_grad_hook(note)
+            optimizer = CPUOffloadOptimizer(FusedAdam(net.parameters()), offload_gradients=True)
+            if broken:
+                gradient_staging.GradientStaging.release = lambda self, device: None
+            for _ in range(2):
+                net(torch.ones(2, 64)).sum().backward()
+                at_the_end = held(buffers)
+                within = most <= 20_000 and at_the_end <= 20_000
+                assert within or broken, f"{most} bytes are kept in backward, {at_the_end} after it"
+            assert not broken or not within, "nothing would be kept anyhow"
+            assert optimizer.units.gradients.staging.nbytes
+    finally:
+        gradient_staging.SLOT_BYTES, gradient_staging.HELD_BYTES = rooms
+        gradient_staging.GradientStaging.release = release
+        optimizer_module.device_for = units_module.device_for = device_for
+
+
+def held(buffers):
+    """Bytes of the buffers that are still there."""
+    return sum(size for storage, size in buffers.values() if not storage.expired())
+
+
 def norms_are_of_the_whole_on_every_rank_whatever_the_placements(folder):
     """On one mesh and on two, sharded, replicated and plain, with a gradient that only one rank has."""
     ranks = dist.get_world_size()
@@ -186,6 +234,7 @@ CLAIMS = {
     for claim in (
         fsdp2_gradients_are_offloaded_once_reduced,
         fsdp2_gradients_come_through_slots,
+        gradients_on_their_way_keep_little_of_the_device,
         norms_are_of_the_whole_on_every_rank_whatever_the_placements,
         a_step_under_ddp_is_refused,
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline
 from statestream.offload import gradient_staging, host_side
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from .conftest import SHAPES, Beyond, Counting, assert_same_training, assert_same_values, bits, make_params
@@ -158,6 +159,41 @@ def test_gradients_in_flight_are_let_go_once_they_have_arrived(where):
     optimizer.step()
     gc.collect()
     assert not alive
+
+
+def test_small_views_of_a_large_buffer_do_not_keep_it(on_device, monkeypatch):
+    """FSDP2's gradients are views of one buffer for all that it reduces together: eight bytes would hold 80,000."""
+    monkeypatch.setattr(gradient_staging, "HELD_BYTES", 100_000)
+    on_device(Beyond())
+    buffers, alive = [], []
+
+    class OneBuffer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *params):
+            return sum(p.sum() for p in params)
+
+        @staticmethod
+        def backward(ctx, _):
+            # Those of earlier layers: what is taken here next may be there besides.
+            alive.append(sum(size for storage, size in buffers if not storage.expired()))
+            buffer = torch.ones(20_000)
+            buffers.append((StorageWeakRef(buffer.untyped_storage()), buffer.nbytes))
+            return buffer[:2], buffer[1000:1002]
+
+    params = [Parameter(torch.zeros(2)) for _ in range(20)]
+    optimizer = CPUOffloadOptimizer(FusedAdam(params), offload_gradients=True)
+    for _ in range(2):  # two micro-batches
+        sum(OneBuffer.apply(*params[i : i + 2]) for i in range(0, 20, 2)).backward()
+        assert len(buffers) % 10 == 0 and all(p.grad is None for p in params)
+        at_the_end = sum(size for storage, size in buffers if not storage.expired())
+        assert max(*alive, at_the_end) <= 100_000 + 80_000 and at_the_end <= 100_000
+    reference = [Parameter(torch.zeros(2)) for _ in range(20)]
+    for p in reference:
+        p.grad = torch.full((2,), 2.0)
+    FusedAdam(reference).step()
+    optimizer.step()
+    for p, q in zip(params, reference, strict=True):
+        assert_same_values(p, q)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2, 3.5, float("inf")])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 import weakref
+from itertools import accumulate
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from .conftest import assert_same_training, assert_same_values, make_params
 
 SHAPES = [(40, 33), (13,), (32, 32), (7,), (600,), (3, 5, 7)]
 SLOT_BYTES = 4_000
+HELD_BYTES = 12_000
 
 MAKERS = {
     "fp32": lambda p, **o: FusedAdam(p, lr=0.1, weight_decay=0.1, **o),
@@ -37,6 +39,7 @@ MAKERS = {
 def small_slots(monkeypatch):
     for module in (host_side, gradient_staging):
         monkeypatch.setattr(module, "SLOT_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(gradient_staging, "HELD_BYTES", HELD_BYTES)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as launchers have it: our own threads share the work
 
 
@@ -45,18 +48,20 @@ class DeviceWithGradients(SimulatedDevice):
 
     def __init__(self, seed: int, fail_at: int | None = None):
         super().__init__(seed, fail_at=fail_at)
-        self._blocks: dict[int, torch.Tensor] = {}
+        self._blocks: list[torch.Tensor] = []
 
-    def gradient(self, values: torch.Tensor) -> torch.Tensor:
-        """A gradient that the compute queue makes some time."""
-        block = torch.full((values.nbytes,), 0xFF, dtype=torch.uint8)
-        self._blocks[block.data_ptr()] = block
+    def gradients(self, values: list[torch.Tensor], more: int = 0) -> list[torch.Tensor]:
+        """Gradients that the compute queue makes some time, as views of one buffer that has `more` bytes besides."""
+        offsets = [0, *accumulate(v.nbytes + -v.nbytes % 8 for v in values)]
+        block = torch.full((offsets[-1] + more,), 0xFF, dtype=torch.uint8)
+        self._blocks.append(block)
         self.live_bytes += block.numel()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         self._poison(block, 0, block.numel())
 
         def make():
-            block.copy_(values.reshape(-1).view(torch.uint8))
+            for value, at in zip(values, offsets, strict=False):
+                block[at : at + value.nbytes] = value.reshape(-1).view(torch.uint8)
             self._mark(block, 0, block.numel())
 
         def let_go():
@@ -66,10 +71,15 @@ class DeviceWithGradients(SimulatedDevice):
         self.between_steps(make)
         memory = (ctypes.c_byte * block.numel()).from_address(block.data_ptr())
         weakref.finalize(memory, let_go)
-        return torch.frombuffer(memory, dtype=values.dtype).view(values.shape)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        return [buffer[at : at + v.nbytes].view(v.dtype).view(v.shape) for v, at in zip(values, offsets, strict=False)]
 
     def copy(self, queue, to, to_offset, source, offset, nbytes) -> None:
-        super().copy(queue, to, to_offset, self._blocks.get(source.data_ptr(), source), offset, nbytes)
+        for block in self._blocks:
+            if 0 <= (at := source.data_ptr() - block.data_ptr()) < block.numel():
+                source, offset = block, offset + at
+                break
+        super().copy(queue, to, to_offset, source, offset, nbytes)
 
 
 class Case:
@@ -83,6 +93,8 @@ class Case:
         fraction, threads = r.choice((0.0, 0.25, 0.5, 1.0)), r.randrange(1, 4)
         self.micro_batches = [r.randrange(1, 4) for _ in range(3)]
         self.clipped = [r.random() < 0.5 for _ in range(3)]
+        self.reduced_together, self.more = r.choice(((1, 0), (2, 0), (2, 20_000), (6, 20_000)))
+        """How many parameters' gradients are views of one buffer, as FSDP2's are, and what else that holds."""
         self.device = on_device(DeviceWithGradients(seed, fail_at))
         self.params, self.reference = make_params(self.dtype, SHAPES), make_params(self.dtype, SHAPES)
         self.plain = MAKERS[self.name](self.reference, use_decoupled_grad=True)
@@ -98,25 +110,28 @@ class Case:
     @property
     def allowed(self) -> int:
         """Bytes: of a step the budget, or a piece of 256 elements with three states, gradient and scales, 4 bytes
-        each; in backward, three slots of gradients, one that reaches beyond them, and the one that is taken."""
+        each; in backward, what gradients on their way may keep, and the buffers of the last one and of the next."""
         sizes = [-(-p.numel() // GRAIN_ELEMENTS) * GRAIN_ELEMENTS for p in self.params]
         step = sum(n * 17 for n in sizes) if self.budget is None else max(self.budget, GRAIN_ELEMENTS * 17)
-        return max(step, 3 * SLOT_BYTES + 2 * max(p.numel() for p in self.params) * 4)
+        buffer = self.reduced_together * max(p.numel() * 4 + 8 for p in self.params) + self.more
+        return max(step, HELD_BYTES + 2 * buffer)
 
     def backward(self, step: int, micro_batch: int) -> None:
         """As FSDP2 and autograd do: each gradient is set, and its hooks are run."""
         r = random.Random(1000 * self.seed + 10 * step + micro_batch)
         generator = torch.Generator().manual_seed(self.seed + 100 * step + micro_batch)
-        for i, param in reversed(list(enumerate(self.params))):
-            values = torch.randn(param.shape, generator=generator).to(param.dtype)
-            if r.random() < 0.2:
-                continue
-            self.sums[i] = values.float() if self.sums[i] is None else self.sums[i] + values.float()
-            param.grad = self.device.gradient(values)
-            for hook in list(param._post_accumulate_grad_hooks.values()):
-                hook(param)
-            if param.grad is not None:
-                raise Hazard("a gradient is still there")
+        backward = [(i, p) for i, p in reversed(list(enumerate(self.params))) if r.random() >= 0.2]
+        for first in range(0, len(backward), self.reduced_together):
+            together = backward[first : first + self.reduced_together]
+            values = [torch.randn(p.shape, generator=generator).to(p.dtype) for _, p in together]
+            gradients = self.device.gradients(values, self.more)
+            for (i, param), value in zip(together, values, strict=True):
+                self.sums[i] = value.float() if self.sums[i] is None else self.sums[i] + value.float()
+                param.grad = gradients.pop(0)
+                for hook in list(param._post_accumulate_grad_hooks.values()):
+                    hook(param)
+                if param.grad is not None:
+                    raise Hazard("a gradient is still there")
 
     def clip(self) -> torch.Tensor | None:
         """What torch makes of the sums."""
@@ -168,6 +183,17 @@ def test_every_schedule_gives_the_plain_optimizers_bits(first, on_device):
 def test_three_thousand_schedules(on_device):
     for seed in range(3000):
         judged(seed, on_device)
+
+
+@pytest.mark.parametrize("broken", ["nothing is let go", "nothing is waited for"])
+def test_control_gradients_that_are_kept_too_long_or_let_go_too_soon_are_seen(broken, on_device, monkeypatch):
+    if broken == "nothing is let go":
+        monkeypatch.setattr(gradient_staging.GradientStaging, "release", lambda self, device: None)
+    else:
+        monkeypatch.setattr(DeviceWithGradients, "synchronize", lambda self, event: None)
+    with pytest.raises(AssertionError):
+        for seed in range(40):
+            judged(seed, on_device)
 
 
 def check_fault(seed: int, fail_at: int, on_device) -> bool:

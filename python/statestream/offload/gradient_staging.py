@@ -6,10 +6,12 @@ Why each wait is there, and there are no others:
   last step, whose weights the gradient was made with: so do the copies, and the sums are not read any more;
 * whoever adds a slot up waits for its copies;
 * a slot is filled again when it was added up;
-* all are added up before a second gradient of a parameter is taken: threads must not meet in a sum.
+* all are added up before a second gradient of a parameter is taken: threads must not meet in a sum;
+* whoever lets gradients go (`release`) waits for all copies.
 
-A gradient is kept until its copies are done, and no longer: so much of the device's memory is still taken, and the
-slots bound it.
+A gradient's memory is kept until its copies are done. A small gradient may keep much: FSDP2's are views of one buffer,
+which holds the gradients of all parameters that it reduces together. So what is kept is counted by storage. Before a
+gradient of another storage is taken, and when backward ends, at most HELD_BYTES are kept on the device.
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ SLOTS = 3
 
 SLOT_BYTES = 16 << 20
 """Large enough that the start of a thread does not show, small enough that what was brought is still in a cache."""
+
+HELD_BYTES = SLOTS * SLOT_BYTES
+"""Device memory that gradients on their way may keep, beside the storage that one is being taken from."""
 
 _ALIGNMENT = 64
 
@@ -67,13 +72,24 @@ class _Slot:
     end: int = 0
     rows: list[_Row] = field(default_factory=list)
     params: set[int] = field(default_factory=set)
-    kept: list[Tensor] = field(default_factory=list)
-    """Gradients on the device whose copies may not be done."""
+    kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    """Memory on the device, by its identity, of gradients whose copies may not be done."""
+    kept_bytes: int = 0
     workers: list[Any] = field(default_factory=list)
+
+    def keep(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self.kept:
+            self.kept[storage._cdata] = storage
+            self.kept_bytes += storage.nbytes()
+
+    def release(self) -> None:
+        self.kept.clear()
+        self.kept_bytes = 0
 
     def empty(self) -> None:
         self.end = 0
-        for held in (self.rows, self.params, self.kept, self.workers):
+        self.release()
+        for held in (self.rows, self.params, self.workers):
             held.clear()
 
 
@@ -101,18 +117,36 @@ class GradientStaging:
         """Queues the way of a gradient into `total`, both flat. `param` tells parameters apart."""
         if any(param in slot.params for slot in self._slots):
             self.finish(device)
+        storage = grad.untyped_storage()
+        if all(storage._cdata not in slot.kept for slot in self._slots):
+            self.release(device)
         device.wait(device.down, device.record(device.compute))
         at, size = 0, grad.element_size()
         while at < grad.numel():
             slot = self._slot_with_room(device)
             n = min(grad.numel() - at, (slot.block.numel() - slot.end) // size)
-            slot.kept.append(grad)
+            slot.keep(storage)
             device.copy(device.down, slot.block, slot.end, grad.view(torch.uint8), at * size, n * size)
             staged = slot.block[slot.end : slot.end + n * size].view(grad.dtype)
             slot.rows.append(_Row(total[at : at + n], staged, first))
             slot.params.add(param)
             slot.end += -(-n * size // _ALIGNMENT) * _ALIGNMENT
             at += n
+
+    def release(self, device: Any) -> None:
+        """Where gradients keep more than HELD_BYTES of the device: waits for their copies, and lets them go."""
+        if self.held_bytes > HELD_BYTES:
+            device.synchronize(device.record(device.down))
+            for slot in self._slots:
+                slot.release()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of device memory that are kept, each storage once."""
+        if (most := sum(slot.kept_bytes for slot in self._slots)) <= HELD_BYTES:
+            return most  # not more than this: a storage that is in several slots was counted in each
+        kept = {key: storage for slot in self._slots for key, storage in list(slot.kept.items())}
+        return sum(storage.nbytes() for storage in kept.values())
 
     def finish(self, device: Any) -> None:
         """Waits until every gradient that was taken is in its sum; raises what kept one from it."""
@@ -156,7 +190,7 @@ class GradientStaging:
 def _adding(slot: _Slot, arrived: Any, part: int, parts: int) -> Iterator[Any]:
     """The flow of one thread: its part of each row."""
     yield arrived
-    slot.kept.clear()
+    slot.release()
     for row in slot.rows:
         row.add_part(part, parts)
         yield None

@@ -56,6 +56,8 @@ class OffloadedGradients:
         """By parameter, each shaped and laid out as the local parameter was when it was written."""
         self._hooks: dict[int, tuple[Tensor, Any]] = {}
         self._incomplete = False
+        self._backward: int | None = None
+        """The backward at whose end gradients on their way are let go."""
         self._lock = threading.Lock()  # autograd calls hooks on threads of its own
         weakref.finalize(self, _remove, self._hooks)
 
@@ -109,11 +111,27 @@ class OffloadedGradients:
             if not self.staging.nbytes:
                 self._prepare()
             self.staging.take(device, id(param), flat(total), flat(grad), first)
+            pass
             return
         if torch.cuda.is_initialized() and grad.is_pinned():
             # FSDP2 with CPUOffloadPolicy copies it there on this stream, and some versions do not wait.
             torch.cuda.current_stream().synchronize()
         add_up(flat(total), flat(grad), first)
+
+    def _release_when_backward_ends(self) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward):  # -1: of a gradient that was set by hand
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        with self._lock:
+            self._backward = None  # FSDP2 may set its last gradients after this
+            try:
+                self.staging.release(self._device)
+            except BaseException:
+                self._incomplete = True
+                raise
 
     def _prepare(self) -> None:
         if not self.owner.device.host_reaches_parameters:
