@@ -146,11 +146,16 @@ def gradients_on_their_way_keep_little_of_the_device(folder):
             buffers: dict[int, tuple[StorageWeakRef, int]] = {}
             most = 0
 
-            def note(param, buffers=buffers):
-                nonlocal most
+            last = 0
+
+            def made(param, buffers=buffers):
+                nonlocal last
                 storage = local(param.grad).untyped_storage()
-                buffers[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                most = max(most, held(buffers) - storage.nbytes())
+                buffers[storage._cdata] = StorageWeakRef(storage), (last := storage.nbytes())
+
+            def taken(param, buffers=buffers):
+                nonlocal most
+                most = max(most, held(buffers) - last)
 
             torch.manual_seed(0)
             # Layers of one buffer each, of which the bias is the last to be taken; the outermost is the largest.
@@ -159,8 +164,10 @@ def gradients_on_their_way_keep_little_of_the_device(folder):
                 fully_shard(layer, mesh=mesh)
             fully_shard(net, mesh=mesh)
             for param in net.parameters():
-                param.register_post_accumulate_grad_hook(note)
+                param.register_post_accumulate_grad_hook(made)
             optimizer = CPUOffloadOptimizer(FusedAdam(net.parameters()), offload_gradients=True)
+            for param in net.parameters():
+                param.register_post_accumulate_grad_hook(taken)
             if broken:
                 gradient_staging.GradientStaging.release = lambda self, device: None
             for _ in range(2):

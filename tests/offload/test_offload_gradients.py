@@ -181,7 +181,8 @@ def test_small_views_of_a_large_buffer_do_not_keep_it(on_device, monkeypatch):
             return buffer[:2], buffer[1000:1002]
 
     params = [Parameter(torch.zeros(2)) for _ in range(20)]
-    optimizer = CPUOffloadOptimizer(FusedAdam(params), offload_gradients=True)
+    unused = Parameter(torch.zeros(100_000))  # makes the slots so large that none is ever full
+    optimizer = CPUOffloadOptimizer(FusedAdam([*params, unused]), offload_gradients=True)
     for _ in range(2):  # two micro-batches
         sum(OneBuffer.apply(*params[i : i + 2]) for i in range(0, 20, 2)).backward()
         assert len(buffers) % 10 == 0 and all(p.grad is None for p in params)

@@ -111,7 +111,7 @@ class OffloadedGradients:
             if not self.staging.nbytes:
                 self._prepare()
             self.staging.take(device, id(param), flat(total), flat(grad), first)
-            pass
+            self._release_when_backward_ends()
             return
         if torch.cuda.is_initialized() and grad.is_pinned():
             # FSDP2 with CPUOffloadPolicy copies it there on this stream, and some versions do not wait.
