@@ -134,6 +134,27 @@ def fsdp2_gradients_come_through_slots(folder):
         optimizer_module.device_for = units_module.device_for = device_for
 
 
+class Buffers:
+    """What gradients are views of, as far as it is still there."""
+
+    def __init__(self):
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._last = self.most = 0
+        """Bytes of the one that was seen last, and the most that were there besides once a gradient was taken."""
+
+    @property
+    def held(self) -> int:
+        return sum(size for storage, size in self._storages.values() if not storage.expired())
+
+    def made(self, param):
+        storage = local(param.grad).untyped_storage()
+        self._last = storage.nbytes()
+        self._storages[storage._cdata] = StorageWeakRef(storage), self._last
+
+    def taken(self, param):
+        self.most = max(self.most, self.held - self._last)
+
+
 def gradients_on_their_way_keep_little_of_the_device(folder):
     """Beside the buffer that FSDP2 reduces just now, and when backward is over."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -143,20 +164,7 @@ def gradients_on_their_way_keep_little_of_the_device(folder):
     optimizer_module.device_for = units_module.device_for = lambda _: Beyond()
     try:
         for broken in (False, True):
-            buffers: dict[int, tuple[StorageWeakRef, int]] = {}
-            most = 0
-
-            last = 0
-
-            def made(param, buffers=buffers):
-                nonlocal last
-                storage = local(param.grad).untyped_storage()
-                buffers[storage._cdata] = StorageWeakRef(storage), (last := storage.nbytes())
-
-            def taken(param, buffers=buffers):
-                nonlocal most
-                most = max(most, held(buffers) - last)
-
+            buffers = Buffers()
             torch.manual_seed(0)
             # Layers of one buffer each, of which the bias is the last to be taken; the outermost is the largest.
             net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)], nn.Linear(64, 256))
@@ -164,28 +172,22 @@ def gradients_on_their_way_keep_little_of_the_device(folder):
                 fully_shard(layer, mesh=mesh)
             fully_shard(net, mesh=mesh)
             for param in net.parameters():
-                param.register_post_accumulate_grad_hook(made)
+                param.register_post_accumulate_grad_hook(buffers.made)
             optimizer = CPUOffloadOptimizer(FusedAdam(net.parameters()), offload_gradients=True)
             for param in net.parameters():
-                param.register_post_accumulate_grad_hook(taken)
+                param.register_post_accumulate_grad_hook(buffers.taken)
             if broken:
                 gradient_staging.GradientStaging.release = lambda self, device: None
             for _ in range(2):
                 net(torch.ones(2, 64)).sum().backward()
-                at_the_end = held(buffers)
-                within = most <= 20_000 and at_the_end <= 20_000
-                assert within or broken, f"{most} bytes are kept in backward, {at_the_end} after it"
+                within = buffers.most <= 20_000 and buffers.held <= 20_000
+                assert within or broken, f"{buffers.most} bytes are kept in backward, {buffers.held} after it"
             assert not broken or not within, "nothing would be kept anyhow"
             assert optimizer.units.gradients.staging.nbytes
     finally:
         gradient_staging.SLOT_BYTES, gradient_staging.HELD_BYTES = rooms
         gradient_staging.GradientStaging.release = release
         optimizer_module.device_for = units_module.device_for = device_for
-
-
-def held(buffers):
-    """Bytes of the buffers that are still there."""
-    return sum(size for storage, size in buffers.values() if not storage.expired())
 
 
 def norms_are_of_the_whole_on_every_rank_whatever_the_placements(folder):
