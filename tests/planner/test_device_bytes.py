@@ -12,6 +12,7 @@ from offload.test_fake_cuda import FakeCuda
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload import optimizer as offload_optimizer
 from statestream.planner.estimate import estimate
+from statestream.planner.formats import MOMENTS
 from statestream.planner.mesh import Mesh
 from statestream.planner.model import Model, Parameter
 from statestream.planner.settings import Settings
@@ -71,9 +72,42 @@ MODES = {
             "export_staging_bytes": 1 << 20,
         },
     ),
+    "fp32 moments, to the host": (
+        {"masters": "none", "export": "host", "staging": "1MiB"},
+        {"state_dict_cpu_offload": True, "export_staging_bytes": 1 << 20},
+    ),
     "fp32 weights": ({"weights": "fp32", "grads": "fp32"}, {"master_weights": True}),
 }
 """Settings of the plan, and the arguments that they stand for."""
+
+
+@pytest.mark.parametrize(("elements", "scales"), [(0, 0), (1, 1), (256, 1), (257, 2), (512, 2)])
+def test_a_block_that_is_begun_has_its_scale(elements, scales):
+    assert MOMENTS["fp8"].nbytes(elements) == elements + 4 * scales
+    assert MOMENTS["fp16"].nbytes(elements) == 2 * elements + 4 * scales
+    assert MOMENTS["bf16"].nbytes(elements) == 2 * elements
+
+
+@pytest.mark.parametrize(("weights", "bytes_each"), [("fp8", 4), ("fp16", 2), ("fp32", 4)])
+def test_gradients_are_as_the_weights_and_fp32_where_those_are_quantised(weights, bytes_each):
+    shares = Mesh().shares(Model("a test", (Parameter("w", (512, 512), weights),)))
+    assert estimate(shares, Settings.checked(masters="none")).device["grads"] == bytes_each * 512 * 512
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shape", "local"),
+    [
+        (Mesh(shard=4), (8, 16, 1024), (2, 16, 1024)),  # experts enough
+        (Mesh(shard=16), (8, 16, 1024), (8, 1, 1024)),  # their rows, where experts are fewer than the ranks
+        (Mesh(shard=64), (8, 16, 1024), (1, 16, 1024)),  # and experts again, where rows are fewer too
+        (Mesh(tensor=2), (8, 16, 1024), (8, 8, 1024)),
+        (Mesh(tensor=2), (9, 15, 1024), (9, 15, 512)),
+        (Mesh(tensor=2), (16, 1024), (8, 1024)),
+    ],
+    ids=str,
+)
+def test_what_a_rank_holds_of_stacked_matrices(mesh, shape, local):
+    assert mesh.share(Parameter("experts", shape)).local == local
 
 
 class Sharded(torch.nn.Module):
@@ -182,19 +216,3 @@ def test_tensor_parallel_ranks_hold_their_part(shape, columns):
 def test_stacked_experts_that_are_fewer_than_the_ranks_are_cut_within():
     """Cut by experts, each of 8 ranks would hold a whole one and 56 nothing."""
     assert Mesh(shard=64).share(Parameter("experts", (8, 4096, 1024))).elements == 8 * 64 * 1024
-
-
-@pytest.mark.parametrize(
-    ("mesh", "shape", "local"),
-    [
-        (Mesh(shard=4), (8, 16, 1024), (2, 16, 1024)),  # experts enough
-        (Mesh(shard=16), (8, 16, 1024), (8, 1, 1024)),  # their rows, where experts are fewer than the ranks
-        (Mesh(shard=64), (8, 16, 1024), (1, 16, 1024)),  # and experts again, where rows are fewer too
-        (Mesh(tensor=2), (8, 16, 1024), (8, 8, 1024)),
-        (Mesh(tensor=2), (9, 15, 1024), (9, 15, 512)),
-        (Mesh(tensor=2), (16, 1024), (8, 1024)),
-    ],
-    ids=str,
-)
-def test_what_a_rank_holds_of_stacked_matrices(mesh, shape, local):
-    assert mesh.share(Parameter("experts", shape)).local == local
