@@ -34,6 +34,21 @@ def test_a_streamed_step_takes_as_long_as_its_schedule(elements, chunk, link):
     assert times(made, Rates(link=link, device=memory), ranks=1).step == pytest.approx(clock.total, rel=0.05)
 
 
+def test_a_step_of_three_equal_chunks_ends_with_the_last_store_where_kernels_take_longest():
+    elements, chunk = [2 << 20] * 3, 3 * (16 << 20)
+    clock = time_step(adam_units(elements), chunk, link=1000 * GB, memory=1000 * GB)
+    made = estimate(Mesh().shares(model_of(elements)), Settings.checked(moments="bf16", offload=True, chunk=chunk))
+    assert len(made.chunks) == 3
+    assert times(made, Rates(link=1000 * GB, device=1000 * GB), 1).step == pytest.approx(clock.total, rel=0.03)
+
+
+@pytest.mark.parametrize(("masters", "each"), [("fp32", 28), ("none", 22), ("remainders", 26)])
+def test_a_weight_is_read_where_no_fp32_master_stands_for_it(masters, each):
+    """BF16 weights and gradients: moments and masters both ways, the gradient once, the weight as said."""
+    shares = Mesh().shares(model_of([1_000_000]))
+    assert estimate(shares, Settings.checked(masters=masters)).traffic == each * 1_000_000
+
+
 def test_a_resident_step_moves_what_the_kernels_move():
     made = estimate(Mesh().shares(MODEL), Settings.checked(moments="bf16"))
     state = 8 * sum(ELEMENTS)
