@@ -11,6 +11,7 @@ from helpers.modes import Mode
 from helpers.training import build, make_params, train
 from statestream import FusedAdam
 from statestream.convert import convert_state_dict, fp32_weights
+from statestream.convert.rules import Group, Param, Request, convert
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -171,6 +172,18 @@ def test_remainders_with_their_weights_are_the_masters_of_a_run_that_kept_them()
         assert same_bits(value, whole.state[param]["master_param"])
 
 
+def test_a_float16_parameter_has_an_fp32_master_where_others_have_remainders():
+    weights = [torch.nn.Parameter(torch.randn(5).to(dtype)) for dtype in (torch.float16, BF16, FP32)]
+    optimizer = FusedAdam(weights, lr=0.1)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    state = convert_state_dict(optimizer.state_dict(), "statestream", masters="remainders", weights=weights)["state"]
+    assert same_bits(state[0]["master_param"], weights[0].detach().float())
+    assert same_bits(state[1]["master_param"], torch.zeros(5, dtype=torch.int16))
+    assert "master_param" not in state[2]
+
+
 @pytest.mark.parametrize("masters, kept", [("float32", "fp32"), ("remainders", "remainders")])
 def test_masters_that_are_missing_start_at_the_weights(masters, kept):
     optimizer = build(Mode(BF16))
@@ -325,6 +338,12 @@ REFUSED = {
         {"masters": "float32", "weights": [torch.zeros(7, 5, dtype=torch.float16)]},
         r"bfloat16 weight, not the torch.float16",
     ),
+    "a negative count of a group": (
+        lambda: damaged(lambda saved: saved["param_groups"][0].update(step=-1)),
+        "torch",
+        {},
+        "step of group 0 is -1",
+    ),
     "no weight": (
         lambda: ours(Mode(BF16)),
         "statestream",
@@ -413,6 +432,14 @@ def test_what_cannot_be_kept_is_refused_by_name(case):
     saved, to, arguments, named = case
     with pytest.raises(ValueError, match=named):
         convert_state_dict(saved(), to, **arguments)
+
+
+def test_a_moment_of_a_folder_that_is_stored_as_integers_is_refused_by_name():
+    """Of a dict the values are looked at first, of a folder their dtypes alone."""
+    settings = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    param = Param("parameter 0", {"exp_avg": torch.int16, "exp_avg_sq": FP32}, step=1.0, weight=FP32)
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 is stored as torch\.int16"):
+        convert([Group("group 0", settings, [param])], Request(to="torch"))
 
 
 def test_what_may_be_lost_is_lost_when_it_is_said():

@@ -88,6 +88,13 @@ def test_a_block_that_is_begun_has_its_scale(elements, scales):
     assert MOMENTS["bf16"].nbytes(elements) == 2 * elements
 
 
+@pytest.mark.parametrize(("masters", "each"), [("fp32", 28), ("none", 22), ("remainders", 26)])
+def test_a_weight_is_read_where_no_fp32_master_stands_for_it(masters, each):
+    """BF16 weights and gradients: moments and masters both ways, the gradient once, the weight as said."""
+    shares = Mesh().shares(Model("a test", (Parameter("w", (1_000_000,), "bf16"),)))
+    assert estimate(shares, Settings.checked(masters=masters)).traffic == each * 1_000_000
+
+
 @pytest.mark.parametrize(("weights", "bytes_each"), [("fp8", 4), ("fp16", 2), ("fp32", 4)])
 def test_gradients_are_as_the_weights_and_fp32_where_those_are_quantised(weights, bytes_each):
     shares = Mesh().shares(Model("a test", (Parameter("w", (512, 512), weights),)))

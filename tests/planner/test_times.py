@@ -42,13 +42,6 @@ def test_a_step_of_three_equal_chunks_ends_with_the_last_store_where_kernels_tak
     assert times(made, Rates(link=1000 * GB, device=1000 * GB), 1).step == pytest.approx(clock.total, rel=0.03)
 
 
-@pytest.mark.parametrize(("masters", "each"), [("fp32", 28), ("none", 22), ("remainders", 26)])
-def test_a_weight_is_read_where_no_fp32_master_stands_for_it(masters, each):
-    """BF16 weights and gradients: moments and masters both ways, the gradient once, the weight as said."""
-    shares = Mesh().shares(model_of([1_000_000]))
-    assert estimate(shares, Settings.checked(masters=masters)).traffic == each * 1_000_000
-
-
 def test_a_resident_step_moves_what_the_kernels_move():
     made = estimate(Mesh().shares(MODEL), Settings.checked(moments="bf16"))
     state = 8 * sum(ELEMENTS)
