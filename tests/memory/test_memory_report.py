@@ -62,6 +62,12 @@ def test_what_is_there_twice_counts_once():
     assert FusedAdam([weight, tied]).memory_report().host["weights"] == 400
 
 
+def test_views_of_one_buffer_count_each():
+    buffer = torch.zeros(300)
+    params = [torch.nn.Parameter(part) for part in buffer.split(100)]
+    assert FusedAdam(params).memory_report().host["weights"] == 1200
+
+
 @pytest.mark.parametrize("offload", [True, False], ids=["to the host", "on the device"])
 def test_an_export_took_what_live_bytes_say(offload):
     with fake_cuda_world((8,)) as mesh, torch.no_grad(), LiveBytes() as live:

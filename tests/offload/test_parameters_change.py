@@ -6,10 +6,13 @@ import gc
 
 import pytest
 import torch
+from distributed.test_sharding import world
 from simulated_device.device import SimulatedDevice
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload.device import HostDevice
 from statestream.offload.host_memory import HostMemory
+from statestream.offload.store import largest_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from .conftest import Beyond, Pinning, assert_same_training, assert_same_values, make_params, set_grads, train
 
@@ -335,3 +338,23 @@ def test_a_layout_that_changes_while_the_last_step_is_still_stored(on_device):
     train(judge, reference, range(1, 2))
     device.settle()
     assert_same_training(params, optimizer, reference, judge)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "placements", "largest"),
+    [
+        ((4,), (Shard(0),), (2, 9)),
+        ((4,), (Shard(1),), (5, 3)),
+        ((2, 2), (Replicate(), Shard(0)), (3, 9)),
+        ((2, 2), (Shard(0), Shard(0)), (2, 9)),
+        ((2, 2), (Shard(0), Shard(1)), (3, 5)),
+    ],
+)
+def test_the_largest_shard_is_that_of_the_rank_which_has_most(mesh_shape, placements, largest):
+    sizes = []
+    for rank in range(4):
+        with world(rank, mesh_shape) as mesh:
+            param = distribute_tensor(torch.zeros(5, 9), mesh, placements, src_data_rank=None)
+            assert largest_shard(param) == largest
+            sizes.append(tuple(param.to_local().shape))
+    assert max(sizes) == largest

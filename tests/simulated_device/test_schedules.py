@@ -9,7 +9,9 @@ import random
 import types
 
 import pytest
+import torch
 from statestream.offload import host_stream, stream
+from statestream.offload.device import HostDevice
 
 from .device import Hazard, SimulatedDevice
 from .programs import Program, run_program
@@ -331,3 +333,34 @@ def test_a_wait_that_can_never_end_is_an_error():
     device.wait(device.compute, event)
     with pytest.raises(Hazard, match="deadlock"):
         device.settle()
+
+
+class Refusing(HostDevice):
+    """Copies so often and no more."""
+
+    def __init__(self, left: int):
+        super().__init__()
+        self.left = left
+
+    def copy(self, *args: object) -> None:
+        if self.left == 0:
+            raise RuntimeError("lost")
+        self.left -= 1
+        super().copy(*args)
+
+
+@pytest.mark.parametrize(("copies", "torn"), [(2, []), (3, [0, 1, 2]), (4, [1, 2]), (5, [2])])
+def test_what_could_not_be_stored_is_named_from_the_first_stage_on(copies, torn):
+    """Three stages of one copy each way: load 0, load 1, load 2, store 0, store 1, store 2."""
+    host = torch.zeros(3 * 256, dtype=torch.uint8)
+    stages = [stream.Stage([stream.Transfer(host, 256 * k, 256 * k, 256)], -1, k) for k in range(3)]
+    told: list[int] = []
+    stepper = types.SimpleNamespace(
+        step=lambda stage, ring: None,
+        keeps=lambda stage: False,
+        begun=lambda stage: False,
+        torn=lambda stages, error: told.extend(stage.chunk for stage in stages),
+    )
+    with pytest.raises(RuntimeError, match="lost"):
+        stream.run(Refusing(copies), 3 * 256, stages, stepper)
+    assert told == torn

@@ -363,3 +363,15 @@ def test_a_load_without_a_parameters_state_drops_its_scales_too():
     del saved["state"][1]
     optimizer.load_state_dict(saved)
     assert set(optimizer._keeper.scales) == {a}
+
+
+def test_a_users_tensor_is_apart_from_the_dict_after_a_load():
+    (param, _) = two_params()
+    optimizer = FusedAdam([param])
+    optimizer.step()
+    optimizer.state[param]["mine"] = torch.zeros(3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["mine"].fill_(1.0)
+    optimizer.load_state_dict(saved)
+    saved["state"][0]["mine"].fill_(2.0)
+    assert optimizer.state[param]["mine"].tolist() == [1.0] * 3

@@ -11,6 +11,7 @@ from helpers.memory import peak_extra_bytes
 from helpers.modes import BF16, FP8, FP16, FP32
 from helpers.stored import decoded, storage_error
 from statestream import FusedAdam
+from statestream.stored import Stored
 
 MIB = 2**20
 MOMENTS = {"exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP16}
@@ -232,3 +233,16 @@ def test_a_load_takes_no_more_than_its_staging(form):
     extra = peak_extra_bytes(lambda: optimizer.load_state_dict(saved))
     assert extra < 3 * MIB
     assert param.numel() == ELEMENTS
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
+def test_a_slice_is_read_and_written_with_the_scales_of_its_blocks(dtype):
+    values = torch.arange(1000.0)
+    whole = Stored(torch.zeros(1000, dtype=dtype), torch.ones(4))
+    whole.encode(values)
+    kept, part = whole.values().clone(), torch.empty(300)
+    whole.decode(part, 512)
+    assert torch.equal(part, kept[512:812])
+    whole.encode(values[512:768] / 2, 512)
+    assert torch.equal(whole.values()[512:768], kept[512:768] / 2)
+    assert torch.equal(whole.values()[:512], kept[:512]) and torch.equal(whole.values()[768:], kept[768:])

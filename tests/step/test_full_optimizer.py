@@ -261,3 +261,46 @@ def test_the_callers_group_dicts_are_not_changed():
     group = {"params": params(), "lr": 0.3}
     FusedAdam([group])
     assert set(group) == {"params", "lr"}
+
+
+def test_groups_that_were_given_one_tensor_lr_have_one_each():
+    lr = torch.tensor(0.125)
+    optimizer = FusedAdam([{"params": [param]} for param in params()], lr=lr)
+    optimizer.param_groups[0]["lr"].mul_(2)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.125] and lr == 0.125
+
+
+def test_a_group_whose_settings_cannot_be_taken_leaves_no_trace(monkeypatch):
+    optimizer = FusedAdam(params())
+
+    def fails(*_):
+        raise MemoryError("no room for a counter")
+
+    monkeypatch.setattr(optimizer, "_take_settings", fails)
+    with pytest.raises(MemoryError):
+        optimizer.add_param_group({"params": params(1)})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_step_that_is_skipped_counts_in_no_group():
+    optimizer = FusedAdam([{"params": [param]} for param in params()])
+    for group in optimizer.param_groups:
+        group["params"][0].grad = torch.ones(5)
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [0, 0]
+
+
+def test_random_bits_hang_on_the_place_among_all_parameters():
+    def stepped(groups):
+        optimizer = FusedAdam(groups, lr=0.1, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16, stochastic_rounding=True)
+        members = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in members:
+            param.grad = torch.full((300,), 0.3)
+        optimizer.step()
+        return [optimizer.state[param]["exp_avg"] for param in members]
+
+    a, b, c, d = (torch.nn.Parameter(torch.ones(300)) for _ in range(4))
+    first, second = stepped([{"params": [a]}, {"params": [b]}])
+    assert not same_bits(first, second)
+    assert all(map(same_bits, stepped([{"params": [c, d]}]), (first, second)))

@@ -6,10 +6,12 @@ import pickle
 
 import pytest
 import torch
+from distributed.test_sharding import world
 from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import BF16, FP8, FP16, FP32
 from helpers.stored import decoded
-from statestream import FusedAdam
+from statestream import FusedAdam, kernels
+from torch.distributed.tensor import Shard, distribute_tensor
 
 ALL = ("exp_avg", "exp_avg_sq", "param")
 
@@ -253,3 +255,27 @@ def test_a_parameter_of_a_later_group_keeps_its_bits_where_it_is_looked_at_by_it
         return [second.detach(), *(optimizer.state[second][name] for name in ("exp_avg", "exp_avg_sq"))]
 
     assert all(same_bits(a, b) for a, b in zip(trained(False), trained(True), strict=True))
+
+
+def test_a_shard_of_several_runs_is_not_counted_where_the_kernel_fails(monkeypatch):
+    """Its counter is advanced beside the kernel, which takes it as several rows."""
+    with world(0, (2, 2)) as mesh:
+        whole = torch.randn(10, 4, dtype=BF16)
+        param = torch.nn.Parameter(distribute_tensor(whole, mesh, (Shard(0), Shard(0)), src_data_rank=None))
+        column = torch.nn.Parameter(
+            distribute_tensor(torch.randn(7, 9, dtype=BF16), mesh, (Shard(1), Shard(1)), src_data_rank=None)
+        )
+        params = [param, column]
+        optimizer = FusedAdam(params, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", stochastic_rounding=True)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert [float(optimizer.state[p]["step"]) for p in params] == [1.0, 1.0]
+
+        def fails(*_, **__):
+            raise RuntimeError("no kernel")
+
+        monkeypatch.setattr(kernels, "adam", fails)
+        with pytest.raises(RuntimeError, match="no kernel"):
+            optimizer.step()
+        assert [float(optimizer.state[p]["step"]) for p in params] == [1.0, 1.0]
