@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -13,6 +14,7 @@ from statestream.offload.device import HostDevice
 from statestream.offload.host_memory import HostMemory
 from statestream.offload.store import largest_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
 
 from .conftest import Beyond, Pinning, assert_same_training, assert_same_values, make_params, set_grads, train
 
@@ -200,6 +202,8 @@ def test_state_of_a_model_that_moves_to_a_gpu_is_pinned_then(name, on_device):
     assert_same_training(params, optimizer, reference, plain)
     assert optimizer.units.device is gpu
     assert optimizer.pinned_bytes == optimizer.host_state_bytes == sum(pinning.pinned.values())
+    optimizer.add_param_group({"params": make_params(torch.bfloat16, shapes=[(700,)], seed=5)})
+    assert optimizer.pinned_bytes == optimizer.host_state_bytes == sum(pinning.pinned.values())
     for bank in optimizer.units.store.banks:
         for arena in bank.arenas:
             assert pinning.pinned.get(arena.block.data_ptr(), 0) == arena.nbytes
@@ -358,3 +362,36 @@ def test_the_largest_shard_is_that_of_the_rank_which_has_most(mesh_shape, placem
             assert largest_shard(param) == largest
             sizes.append(tuple(param.to_local().shape))
     assert max(sizes) == largest
+
+
+def test_another_share_of_the_host_is_another_plan():
+    params = make_params()
+    store = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 20_000).units.store
+    whole = sum(chunk.nbytes for chunk in store.plan.chunks)
+    store.share(0.5)
+    half = sum(chunk.nbytes for chunk in store.plan.chunks)
+    assert half == pytest.approx(whole / 2, abs=12 * 256)
+    store.share(0.0)
+    assert sum(chunk.nbytes for chunk in store.plan.chunks) == whole
+
+
+def test_every_rank_makes_the_same_plan_of_uneven_shards():
+    plans = []
+    for rank in range(4):
+        with world(rank, (4,)) as mesh:
+            full = [torch.zeros(shape) for shape in ((5, 1000), (3, 700), (16, 100))]
+            params = [Parameter(distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None)) for t in full]
+            plans.append(CPUOffloadOptimizer(FusedAdam(params), 20_000).units.store.plan)
+    assert plans[1:] == plans[:1] * 3
+
+
+def test_state_that_is_made_anew_is_zero_whatever_was_there():
+    params = make_params(shapes=[(600,), (300,)])
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp16"), 20_000)
+    fresh = copy.deepcopy(optimizer.state_dict())
+    for param in params:
+        param.grad = torch.full_like(param, float("inf"))
+    optimizer.step()
+    optimizer.load_state_dict({**fresh, "state": {}})
+    for state in optimizer.state_dict()["state"].values():
+        assert all(bool((value == 0).all()) for value in state.values())

@@ -178,3 +178,15 @@ def test_state_that_appears_later_is_carried_along_with_a_warning():
     with pytest.warns(RuntimeWarning, match="'slow'"):
         train(optimizer, params, range(4))
     assert_same_training(params, optimizer, reference, plain)
+
+
+def test_a_one_pass_step_that_fails_leaves_state_on_the_host_as_it_was():
+    params = make_params(shapes=[(40,), (7,)])
+    optimizer = CPUOffloadOptimizer(SignDescent(params), None, elementwise=False)
+    train(optimizer, params, range(2))
+    before = [(param.detach().clone(), optimizer.state[param]["momentum"].clone()) for param in params]
+    optimizer.inner.fail_at = 7
+    with pytest.raises(ArithmeticError):
+        train(optimizer, params, range(2, 3))
+    for param, (weight, momentum) in zip(params, before, strict=True):
+        assert torch.equal(param, weight) and torch.equal(optimizer.state[param]["momentum"], momentum)

@@ -162,3 +162,14 @@ def test_the_scales_of_a_master_go_with_it():
     optimizer.step()
     assert "master_param" not in optimizer.state[param]
     assert set(optimizer._keeper.scales[param]) == {"exp_avg"}
+
+
+def test_remainders_of_a_bfloat16_parameter_are_no_master_of_a_float16_one():
+    param = torch.nn.Parameter(torch.randn(300).to(BF16))
+    optimizer = FusedAdam([param], lr=0.1, master_weights=True, store_param_remainders=True)
+    param.grad = torch.randn(300).to(BF16)
+    optimizer.step()
+    assert optimizer.state[param]["master_param"].dtype is torch.int16
+    param.data = param.data.half()
+    exported = optimizer.state_dict()["state"][0]["master_param"]
+    assert torch.equal(exported, param.detach().float())

@@ -240,19 +240,20 @@ def test_control_a_wrong_index_is_seen(monkeypatch):
         test_an_elements_bits_are_those_of_its_index_wherever_it_lies_in_memory("transposed")
 
 
-def test_a_parameter_of_a_later_group_keeps_its_bits_where_it_is_looked_at_by_itself():
+def test_a_later_parameter_of_a_later_group_keeps_its_bits_where_it_is_looked_at_by_itself():
     """Strides that leave holes are brought in order in Python."""
 
     def trained(with_holes):
-        first, second = parameter(), parameter(seed=1)
-        groups = [{"params": [first]}, {"params": [second]}]
+        params = [parameter(seed=i) for i in range(3)]
+        groups = [{"params": params[:1]}, {"params": params[1:]}]
         optimizer = FusedAdam(groups, lr=0.01, exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16, stochastic_rounding=True)
-        for i, param in enumerate((first, second)):
+        for i, param in enumerate(params):
             param.grad = gradient(param, 0, i)
+        last = params[-1]
         if with_holes:
-            second.grad = torch.stack([second.grad, second.grad], -1)[..., 0]
+            last.grad = torch.stack([last.grad, last.grad], -1)[..., 0]
         optimizer.step()
-        return [second.detach(), *(optimizer.state[second][name] for name in ("exp_avg", "exp_avg_sq"))]
+        return [last.detach(), *(optimizer.state[last][name] for name in ("exp_avg", "exp_avg_sq"))]
 
     assert all(same_bits(a, b) for a, b in zip(trained(False), trained(True), strict=True))
 
