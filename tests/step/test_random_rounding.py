@@ -11,7 +11,9 @@ from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import BF16, FP8, FP16, FP32
 from helpers.stored import decoded
 from statestream import FusedAdam, kernels
-from torch.distributed.tensor import Shard, distribute_tensor
+from statestream.global_index import runs_of
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 ALL = ("exp_avg", "exp_avg_sq", "param")
 
@@ -261,17 +263,17 @@ def test_a_later_parameter_of_a_later_group_keeps_its_bits_where_it_is_looked_at
 def test_a_shard_of_several_runs_is_not_counted_where_the_kernel_fails(monkeypatch):
     """Its counter is advanced beside the kernel, which takes it as several rows."""
     with world(0, (2, 2)) as mesh:
-        whole = torch.randn(10, 4, dtype=BF16)
-        param = torch.nn.Parameter(distribute_tensor(whole, mesh, (Shard(0), Shard(0)), src_data_rank=None))
-        column = torch.nn.Parameter(
-            distribute_tensor(torch.randn(7, 9, dtype=BF16), mesh, (Shard(1), Shard(1)), src_data_rank=None)
+        # Rows 0, 1, 2, 5 and 6 of 9, and two columns: steps that differ.
+        whole = {"shape": torch.Size((9, 4)), "stride": (4, 1), "run_check": False}
+        local = DTensor.from_local(
+            parameter((5, 2)).detach(), mesh, (_StridedShard(0, split_factor=2), Shard(1)), **whole
         )
-        params = [param, column]
-        optimizer = FusedAdam(params, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", stochastic_rounding=True)
-        for p in params:
-            p.grad = torch.ones_like(p)
+        param = torch.nn.Parameter(local)
+        assert len(runs_of(param)) == 2
+        optimizer = FusedAdam([param], exp_avg_dtype=BF16, exp_avg_sq_dtype=BF16, stochastic_rounding=True)
+        param.grad = torch.ones_like(param)
         optimizer.step()
-        assert [float(optimizer.state[p]["step"]) for p in params] == [1.0, 1.0]
+        assert optimizer.state[param]["step"] == 1
 
         def fails(*_, **__):
             raise RuntimeError("no kernel")
@@ -279,4 +281,15 @@ def test_a_shard_of_several_runs_is_not_counted_where_the_kernel_fails(monkeypat
         monkeypatch.setattr(kernels, "adam", fails)
         with pytest.raises(RuntimeError, match="no kernel"):
             optimizer.step()
-        assert [float(optimizer.state[p]["step"]) for p in params] == [1.0, 1.0]
+        assert optimizer.state[param]["step"] == 1
+
+
+def test_a_gradient_that_is_laid_out_otherwise_than_its_parameter_gives_the_same_bits():
+    def trained(laid_out):
+        param = torch.nn.Parameter(parameter().detach().t().contiguous().t())
+        optimizer = FusedAdam([param], lr=0.01, exp_avg_dtype=BF16, stochastic_rounding=True)
+        param.grad = laid_out(gradient(param, 0))
+        optimizer.step()
+        return param.detach()
+
+    assert same_bits(trained(lambda grad: grad), trained(torch.Tensor.contiguous))
