@@ -23,6 +23,7 @@ ONE_IN = {
     "offload/test_on_simulated_device.py": 3,
     "offload/test_forms.py": 2,
     "offload/test_bits.py": 2,
+    "offload/test_room_follows.py": 2,
     "dcp/test_round_trip.py": 3,
     "dcp/test_inert.py": 3,
     "state_dict/test_resume.py": 2,

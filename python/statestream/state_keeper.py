@@ -65,9 +65,9 @@ class StateKeeper:
         """
         dtypes = self.form.dtypes(param)
         target = local_of(param)
-        for name in [n for n in state if n == MASTER and n not in dtypes]:
-            del state[name]
-            self.scales.get(param, {}).pop(name, None)
+        if MASTER not in dtypes:
+            state.pop(MASTER, None)
+            self.scales.get(param, {}).pop(MASTER, None)
         for name, dtype in dtypes.items():
             if name not in state:
                 state[name] = self._new(param, name, dtype)
@@ -131,13 +131,12 @@ class StateKeeper:
             return
         if (is_fake(a) and not is_fake(b)) or (a.dtype is torch.int16) != (b.dtype is torch.int16):
             return
-        if a.dtype in SCALED and (old.scale is None or old.scale.device != a.device):
-            # The payload was moved by itself, or is a plain tensor that someone put there.
-            if old.scale is None:
-                scale = torch.ones(scale_count(a.numel()), dtype=torch.float32, device=a.device)
-            else:
-                scale = old.scale.to(a.device)
-            old = Stored(a, scale, root=old.root and old.scale is not None)
+        if a.dtype in SCALED:
+            # The payload may have been moved by itself, or be a plain tensor that someone put there.
+            count = scale_count(a.numel())
+            known = old.scale is not None and old.scale.numel() == count
+            scale = old.scale.to(a.device) if known else torch.ones(count, dtype=torch.float32, device=a.device)
+            old = Stored(a, scale, root=old.root and known)
         new.take_over(old)
 
 

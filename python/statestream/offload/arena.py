@@ -15,6 +15,7 @@ from torch import Tensor
 
 from statestream.offload.host_memory import HostMemory
 from statestream.offload.plan import Piece
+from statestream.tensors import is_dense
 
 __all__ = ["GRADS", "Arena", "Bank"]
 
@@ -44,12 +45,19 @@ class Arena:
         return self.offsets[unit] + min(grain * self.grains[unit], self.sizes[unit])
 
     def view(self, unit: int, dtype: torch.dtype, like: Tensor) -> Tensor:
-        """A unit's state as a tensor with the shape and strides of a dense `like`."""
+        """A unit's state as a tensor with the shape of `like`, and its strides where it is dense.
+
+        RuntimeError where the unit has less room than that: what follows it is another unit's."""
         if like.numel() == 0:  # of memory of its own: what it would be a view of may hold another dtype
             return torch.empty_like(like, dtype=dtype, device=self.block.device)
-        begin = self.offsets[unit]
-        values = self.block[begin : begin + self.sizes[unit]].view(dtype)
-        return values.as_strided(like.shape, like.stride())
+        begin, nbytes = self.offsets[unit], like.numel() * dtype.itemsize
+        if nbytes > self.sizes[unit]:
+            raise RuntimeError(
+                f"{self.kind} of unit {unit}: {nbytes} bytes are wanted for {dtype} of shape {tuple(like.shape)}, and "
+                f"its place has {self.sizes[unit]}"
+            )
+        values = self.block[begin : begin + nbytes].view(dtype)
+        return values.as_strided(like.shape, like.stride()) if is_dense(like) else values.view(like.shape)
 
 
 class Bank:

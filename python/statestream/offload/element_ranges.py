@@ -119,17 +119,24 @@ class ElementRanges(Units):
         self.host.prepare(self.device)
 
     def _entry(self, param: Tensor) -> Entry:
+        grain_bytes, local = self._grain_bytes(param), local_of(param).numel()
+        grains = max(1, -(-max(prod(largest_shard(param)), local) // GRAIN_ELEMENTS))
+        unit = Unit(tuple(grains * b for b in grain_bytes), grains)
+        return Entry(param, unit, self._sizes(param))
+
+    def _grain_bytes(self, param: Tensor) -> list[int]:
+        """Bytes of each kind in a grain of the parameter's state."""
         dtypes = self.inner.form.dtypes(param)
-        local = local_of(param)
-        numel = max(prod(largest_shard(param)), local.numel())
         grain_bytes = [dtypes[kind].itemsize * GRAIN_ELEMENTS if kind in dtypes else 0 for kind in STATES]
         if self.gradients is not None:
             grain_bytes.append(GRAD_BYTES * GRAIN_ELEMENTS)
         scaled = [name for name in STATES if scales_of(name) in self.kinds]
-        grain_bytes += [torch.float32.itemsize if dtypes.get(name) in SCALED else 0 for name in scaled]
-        grains = max(1, -(-numel // GRAIN_ELEMENTS))
-        unit = Unit(tuple(grains * b for b in grain_bytes), grains)
-        return Entry(param, unit, tuple(-(-local.numel() // GRAIN_ELEMENTS) * b for b in grain_bytes))
+        return grain_bytes + [torch.float32.itemsize if dtypes.get(name) in SCALED else 0 for name in scaled]
+
+    def _sizes(self, param: Tensor) -> tuple[int, ...]:
+        """Bytes of each kind of the local state of the parameter as it is now."""
+        grains = -(-local_of(param).numel() // GRAIN_ELEMENTS)
+        return tuple(grains * b for b in self._grain_bytes(param))
 
     def drop(self, params: Iterable[Tensor]) -> None:
         for param in params:
@@ -137,20 +144,6 @@ class ElementRanges(Units):
             self._views.pop(id(param), None)
             self.inner._keeper.forget(param)
         super().drop(params)
-
-    def rehouse(self, param: Tensor) -> None:
-        """The parameter's data changed: if its state needs other room, it gets it, and with it, in one bank, all
-        whose state does (`model.to(dtype)`)."""
-        if self._outgrown(param):
-            moving = [p for p in self.params() if self._outgrown(p)]
-            for p in moving:
-                self.store.homes.pop(id(p), None)  # one that is listed twice comes twice
-                self._views.pop(id(p), None)  # of a place that it leaves, though it be the right form again
-            self.reserve(moving)
-
-    def _outgrown(self, param: Tensor) -> bool:
-        home = self.store.home(param)
-        return home is not None and home.sizes != self._entry(param).local_sizes
 
     @torch.inference_mode(False)  # a view of inference mode could not be written outside of it
     @torch.no_grad()
@@ -167,17 +160,30 @@ class ElementRanges(Units):
                 of_blocks = torch.empty(scale_count(local.numel()), dtype=torch.float32, device="meta")
                 arena = home.bank.arenas[self.kinds.index(scales_of(name))]
                 scales[name] = arena.view(home.index, torch.float32, of_blocks)
+        self.inner._keeper.forget(param)
         if scales:
             self.inner._keeper.scales[param] = scales
         self._views[id(param)] = dict(state)
         return state
 
     def home_of(self, param: Tensor) -> Home:
-        """Where the parameter's state lies; it gets a place if it has none."""
-        if self.store.home(param) is None:
+        """Where the parameter's state lies, with room for the parameter as it is now.
+
+        One that has no place gets one. So does one that changed, together with all others that did: a model's new
+        dtype leaves one bank, not a bank a parameter. Whoever holds views of the old place keeps its memory alive.
+        """
+        if not self._fits(param):
             self.wait()
-            self.reserve([param])
+            moving = [p for p in self.params() if self.store.home(p) is not None and not self._fits(p)]
+            for p in moving:
+                self.store.homes.pop(id(p), None)  # one that is listed twice comes twice
+                self._views.pop(id(p), None)  # they are of the place that it leaves, whatever its form is later
+            self.reserve([*moving, param])
         return self.store.home(param)
+
+    def _fits(self, param: Tensor) -> bool:
+        home = self.store.home(param)
+        return home is not None and home.sizes == self._sizes(param)
 
     def holds(self, param: Tensor, state: dict[str, Any]) -> bool:
         """Whether these are the very tensors that `views` gave."""

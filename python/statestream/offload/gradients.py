@@ -190,7 +190,9 @@ class OffloadedGradients:
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """As torch.nn.utils.clip_grad_norm_ does, with the sums."""
         self.gather()
-        params = list({id(p): p for p in self.owner.params()}.values())
+        params, names = list({id(p): p for p in self.owner.params()}.values()), self.owner.names()
+        for param in params:
+            self.check(param, names[id(param)])
         sums = {id(p): self.sum_of(p) for p in params if self.has(p)}
         norm = global_norm([(p, sums.get(id(p))) for p in params], norm_type)
         if error_if_nonfinite and not norm.isfinite():

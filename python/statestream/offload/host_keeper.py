@@ -52,8 +52,6 @@ class HostKeeper(StateKeeper):
         # Copies: the new place may be the old one, in another layout.
         old = {name: self.stored(param, name, state[name]).cloned() for name in dtypes if name in state}
         step = state[STEP].clone() if STEP in state else None
-        if not fits:
-            self.ranges.rehouse(param)
         state.clear()
         state.update(self.ranges.views(param) if fits else self.make(param))
         for name, value in old.items():

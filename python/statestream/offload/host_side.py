@@ -30,6 +30,8 @@ class HostSide:
         self._slots: list[Tensor] = []
         self._timed: tuple[HostShare, int, int] | None = None
         self._chunks: tuple[Any, list[Any]] | None = None
+        self._grains: list[int] = []
+        """Of each unit the bytes that a grain takes in a slot: they follow its parameter's dtype."""
 
     @property
     def staging_bytes(self) -> int:
@@ -43,8 +45,12 @@ class HostSide:
         if self._balance is not None:  # beside parameters on the CPU there is no other side
             fraction = 1.0 if device.host_reaches_parameters else self._balance.fraction
         self.store.share(fraction)
-        if fraction and not device.host_reaches_parameters:
-            self._take_slots(device)
+        if fraction:
+            grains = [self._grain_bytes(param) for bank in self.store.banks for param in bank.units]
+            if grains != self._grains:
+                self._grains, self._chunks = grains, None
+            if not device.host_reaches_parameters:
+                self._take_slots(device)
 
     def share_of(self, device: Any, flow: Any) -> HostShare | None:
         """The host's share of the step whose flow on the device is `flow`; None where it has none."""
@@ -77,13 +83,12 @@ class HostSide:
         layout = self.store.layout
         if self._chunks is None or self._chunks[0] is not layout:
             room = SLOT_BYTES if in_place else self._slots[0].numel()
-            self._chunks = layout, self.store.host_chunks(self._grain_bytes, room)
+            self._chunks = layout, self.store.host_chunks(self._grains, room)
         return self._chunks[1]
 
     def _take_slots(self, device: Any) -> None:
-        grains = [self._grain_bytes(param) for bank in self.store.banks for param in bank.units]
-        needed = sum(g * unit.grains for g, unit in zip(grains, self.store.layout.units, strict=True))
-        room = max(min(needed, SLOT_BYTES), max(grains, default=1))
+        needed = sum(g * unit.grains for g, unit in zip(self._grains, self.store.layout.units, strict=True))
+        room = max(min(needed, SLOT_BYTES), max(self._grains, default=1))
         if not self._slots or self._slots[0].numel() < room:
             self._slots, self._chunks = [device.memory.block(room) for _ in range(SLOTS)], None
 

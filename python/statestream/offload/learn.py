@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,23 +40,27 @@ def is_host_scalar(value: Any, device: torch.device) -> bool:
 
 
 def learn_state(
-    inner: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...], param: Tensor
+    inner: torch.optim.Optimizer,
+    group: dict[str, Any],
+    shape: tuple[int, ...],
+    param: Tensor,
+    state: Mapping[str, Any],
 ) -> list[StateKind]:
     """The state tensors that one step makes on the device for a parameter like `param`, with this local shape.
 
-    What the parameter's state holds already is taken for granted: some optimizers make it in their constructor. The
-    step is the optimizer's own, without its hooks, on a meta tensor. An optimizer whose kernels have no
-    meta form runs it on zeros of that shape on the parameter's device.
+    What its `state` holds already is taken for granted: some optimizers make it in their constructor. The step is the
+    optimizer's own, without its hooks, on a meta tensor. An optimizer whose kernels have no meta form runs it on zeros
+    of that shape on the parameter's device.
     """
     device = local_of(param).device
     meta_error: Exception | None = None
     if not group.get("fused"):  # torch's fused kernels have no meta form, and keep their counts on the device
         try:
-            return _learn_on(torch.device("meta"), inner, group, shape, param)
+            return _learn_on(torch.device("meta"), inner, group, shape, param, state)
         except Exception as error:
             meta_error = error
     try:
-        return _learn_on(device, inner, group, shape, param)
+        return _learn_on(device, inner, group, shape, param, state)
     except Exception as error:
         raise ValueError(
             f"the state of {type(inner).__name__} could not be learnt from a step of its own on one parameter of shape "
@@ -65,7 +69,12 @@ def learn_state(
 
 
 def _learn_on(
-    device: torch.device, inner: torch.optim.Optimizer, group: dict[str, Any], shape: tuple[int, ...], param: Tensor
+    device: torch.device,
+    inner: torch.optim.Optimizer,
+    group: dict[str, Any],
+    shape: tuple[int, ...],
+    param: Tensor,
+    held: Mapping[str, Any],
 ) -> list[StateKind]:
     like = torch.nn.Parameter(torch.zeros(shape, dtype=param.dtype, device=device))
     like.grad = torch.zeros_like(like)
@@ -77,8 +86,8 @@ def _learn_on(
     if "param_names" in options:
         options["param_names"] = options["param_names"][:1]
     state = defaultdict(dict)
-    if inner.state.get(param):
-        state[like] = {k: _like_state(v, param, like) for k, v in inner.state[param].items()}
+    if held:
+        state[like] = {k: _like_state(v, param, like) for k, v in held.items()}
     twin.__dict__.update(state=state, param_groups=[{**options, "params": [like]}])
     with torch.no_grad():
         unhooked_step(twin)()

@@ -10,7 +10,7 @@ state tensors that lie in the ring. Groups are set back between chunks, so that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,8 +49,8 @@ class MuonBatches(WholeParameters):
         super().adopt(existing)
         self.take_back(self.members.values())  # what the optimizer made for a group that was added
 
-    def reserve(self, params: Sequence[Tensor]) -> None:
-        super().reserve(params)
+    def reserve(self, params: Sequence[Tensor], anew: Collection[int] = ()) -> None:
+        super().reserve(params, anew)
         self._agree()
         self._complete()
 
@@ -71,7 +71,9 @@ class MuonBatches(WholeParameters):
 
     # ---- what is different from elementwise optimizers ----
 
-    def _kinds(self, group: dict[str, Any], number: int, param: Tensor) -> tuple[list[StateKind], list[StateKind]]:
+    def _kinds(
+        self, group: dict[str, Any], number: int, param: Tensor, state: Mapping[str, Any]
+    ) -> tuple[list[StateKind], list[StateKind]]:
         count = []
         if self.layout.counter in self.inner.state.get(param, {}):
             count = [StateKind(self.layout.counter, (), torch.float32)]
@@ -92,6 +94,7 @@ class MuonBatches(WholeParameters):
 
     def _complete(self) -> None:
         """Zero state, as the optimizer would make it, for members that have none."""
+        self.make_room([param for m in self.members.values() if not self.inner.state.get(param := m.param)])
         for member in self.members.values():
             param = member.param
             if not self.inner.state.get(param):
@@ -104,7 +107,9 @@ class MuonBatches(WholeParameters):
         if layout is self._agreed:
             return
         params = [param for bank in self.store.banks for param in bank.units]
-        check_partition(layout.plan, list(map(id, params)), {key: m.name for key, m in self.members.items()})
+        # A parameter that changed has left the place that it had.
+        keys = [id(p) if (home := self.store.home(p)) and home.unit == i else None for i, p in enumerate(params)]
+        check_partition(layout.plan, keys, {key: m.name for key, m in self.members.items()})
         if any(is_fake(local_of(param)) for param in params):
             return  # memory is estimated, and there are no other ranks; or they are asked once there are data
         groups = self.layout.process_groups()

@@ -71,6 +71,8 @@ def load_plain(units: WholeParameters | OnePass, state_dict: dict[str, Any]) -> 
         with named_in_errors(label):
             if states.get(key):
                 loads.append(_Load(param, _checked_state(units, states[key], param, saved, group, label)))
+    if isinstance(units, WholeParameters):
+        units.make_room([load.param for load in loads])
     kept = [{k: g[k] for k in LOCAL_OPTIONS if k in g} for g in inner.param_groups]
     others = {k: v for k, v in states.items() if k not in pairs}
     with _without_load_hooks(inner):
@@ -115,7 +117,7 @@ def _checked_state(
     # Which states there are may hang on which settings are zero or off.
     alike = all(bool(saved[k]) == bool(v) for k, v in group.items() if k in saved and isinstance(v, (bool, int, float)))
     if isinstance(units, WholeParameters) and alike:
-        for name in units.members[id(param)].kinds:
+        for name in units.kinds_to_load(param):
             if name not in checked:
                 raise ValueError(f"{name} of {label} is missing from the state dict")
     _check_taken(units.inner, param, checked, group)
@@ -133,8 +135,7 @@ def _check_taken(inner: torch.optim.Optimizer, param: Tensor, state: dict[str, A
 
 def _checked(units: WholeParameters | OnePass, value: Any, name: str, param: Tensor, label: str) -> Any:
     what = f"{name} of {label}"
-    member = units.members.get(id(param)) if isinstance(units, WholeParameters) else None
-    kind = None if member is None else member.kinds.get(name)
+    kind = units.kinds_to_load(param).get(name) if isinstance(units, WholeParameters) else None
     if kind is not None or isinstance(value, Tensor):
         value = plain_tensor(value, what)
     if name == "step" and kind is None and (not isinstance(value, Tensor) or value.numel() == 1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,11 +80,10 @@ class StateStore:
             self._layout = Layout(make_plan(shared, self.budget), units, self.banks)
         return self._layout
 
-    def host_chunks(self, grain_bytes: Callable[[Tensor], int], room: int) -> list[tuple[tuple[Piece, int], ...]]:
-        """The host's share, in slots of `room` bytes of which a grain of a parameter takes `grain_bytes(param)`."""
+    def host_chunks(self, grain_bytes: Sequence[int], room: int) -> list[tuple[tuple[Piece, int], ...]]:
+        """The host's share, in slots of `room` bytes of which a grain of each unit takes `grain_bytes`."""
         units = self.layout.units
-        params = [param for bank in self.banks for param in bank.units]
-        return host_chunks(units, cut_at(units, self.fraction), list(map(grain_bytes, params)), room)
+        return host_chunks(units, cut_at(units, self.fraction), grain_bytes, room)
 
     @property
     def plan(self) -> Plan:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -60,9 +60,9 @@ class WholeParameters(Units):
             }
         self.inner.state.update(moved)  # all or, after an error, none
 
-    def reserve(self, params: Sequence[Tensor]) -> None:
+    def reserve(self, params: Sequence[Tensor], anew: Collection[int] = ()) -> None:
         """Host memory for those of `params` that have none yet, in one bank. Contents stay to be made by the
-        optimizer's own first step."""
+        optimizer's own first step. State of the parameters whose ids are `anew` is about to be replaced."""
         members = {id(p): None for p in self.params()}
         self.store.keep(list(self.params()))
         self.members = {key: m for key, m in self.members.items() if key in members and self.store.homes.get(key)}
@@ -74,7 +74,8 @@ class WholeParameters(Units):
             for param in group["params"]:
                 if id(param) in wanted:
                     wanted.discard(id(param))
-                    kinds, largest = self._kinds(group, number, param)
+                    state = {} if id(param) in anew else self.inner.state.get(param) or {}
+                    kinds, largest = self._kinds(group, number, param, state)
                     new.append(Member(param, names[id(param)], {k.name: k for k in kinds}))
                     planned[id(param)] = largest
         if not new:
@@ -92,16 +93,38 @@ class WholeParameters(Units):
         """The members in the order in which they stream, as runs that can only be stepped in one chunk."""
         return [[member] for member in members]
 
-    def _kinds(self, group: dict[str, Any], number: int, param: Tensor) -> tuple[list[StateKind], list[StateKind]]:
+    def kinds_to_load(self, param: Tensor) -> dict[str, StateKind]:
+        """What state of the parameter would be loaded into, after `make_room` for it."""
+        member = self.members[id(param)]
+        if not member.outgrown:
+            return member.kinds
+        group, number = next(
+            (group, number)
+            for number, group in enumerate(self.inner.param_groups)
+            if any(p is param for p in group["params"])
+        )
+        return {kind.name: kind for kind in self._kinds(group, number, param, {})[0]}
+
+    def make_room(self, params: Iterable[Tensor]) -> None:
+        """Before state of these parameters is made or replaced: room for it where they changed."""
+        changed = {id(p): p for p in params if self.members[id(p)].outgrown}
+        if changed:
+            self.wait()
+            for key in changed:
+                self.store.homes.pop(key)
+            self.reserve(list(changed.values()), changed)
+
+    def _kinds(
+        self, group: dict[str, Any], number: int, param: Tensor, state: Mapping[str, Any]
+    ) -> tuple[list[StateKind], list[StateKind]]:
         """State of the local shard, and of the largest one."""
         local, largest = tuple(local_of(param).shape), largest_shard(param)
-        state = self.inner.state.get(param) or {}
         held = tuple((n, v.dtype, tuple(local_of(v).shape)) for n, v in state.items() if isinstance(v, Tensor))
         found = []
         for shape in (local, largest):
             key = (number, shape, param.dtype, local_of(param).device, held)
             if key not in self._learnt:
-                self._learnt[key] = learn_state(self.inner, group, shape, param)
+                self._learnt[key] = learn_state(self.inner, group, shape, param, state)
             found.append(self._learnt[key])
         return found[0], found[1]
 
