@@ -342,14 +342,34 @@ def test_auto_settles(on_device):
     assert len(set(seen[7:])) == 1, "it never settled"
 
 
-def test_steps_of_some_parameters_alone_teach_auto_nothing(on_device):
+@pytest.mark.parametrize("never", [(0,), (5,), (0, 1, 2), (3, 4, 5), (0, 2, 4)])
+def test_auto_settles_where_some_parameters_never_have_a_gradient(never, on_device, monkeypatch):
+    """At the share of what is stepped that it would settle at without them."""
+    device = on_device(Counting())
+    monkeypatch.setattr(host_side, "SLOT_BYTES", 4_000)
+    # The host takes one second a gigabyte, the device two.
+    monkeypatch.setattr(host_side.HostShare, "seconds", lambda self: tuple(seconds))
+    params = make_params(shapes=[(100, 256)] * 6)
+    optimizer = CPUOffloadOptimizer(FusedAdam(params), 60_000, cpu_fraction="auto")
+    shares = []
+    for step in range(10):
+        device.count_anew()
+        train_params(optimizer, params, [step], missing=lambda step: never)
+        stepped = (6 - len(never)) * 100 * 256 * 8
+        seconds = [2.0 * device.moved["load"], 1.0 * (stepped - device.moved["load"])]
+        shares.append(1 - device.moved["load"] / stepped)
+    assert shares[0] == pytest.approx(0.5, abs=0.02)
+    assert shares[-3:] == [pytest.approx(2 / 3, abs=0.02)] * 3, shares
+
+
+def test_auto_settles_where_parameters_take_turns(on_device):
     on_device(Beyond())
     params = make_params(shapes=[(100, 256), (200, 256)])
     optimizer = CPUOffloadOptimizer(FusedAdam(params), 60_000, cpu_fraction="auto")
     train_params(optimizer, params, range(8), missing=lambda step: (step % 2,))
-    assert optimizer.cpu_fraction == 0.5
+    settled = optimizer.cpu_fraction
     train_params(optimizer, params, range(8, 12))
-    assert optimizer.cpu_fraction != 0.5
+    assert optimizer.cpu_fraction == settled != 0.5
 
 
 def test_slots_grow_with_the_parameters_that_are_added(on_device):

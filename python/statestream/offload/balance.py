@@ -14,7 +14,7 @@ LEAST = 0.02
 
 
 class Balance:
-    """`fraction` is the host's share of the bytes of state, to be used in the next step.
+    """`fraction` is the host's share of the bytes of state that are stepped, to be used in the next step.
 
     Steps are measured until `settled`; from then on it stays the same. Each measured step gives both rates, and the
     next share is the one at which they would have ended together. In the end it is the share of the quickest step, or

@@ -219,7 +219,7 @@ class ElementRanges(Units):
         before anything is changed."""
         jobs = self._jobs()
         if jobs:
-            self.host.prepare(self.device)
+            self.host.prepare(self.device, jobs.keys())
             layout = self.store.layout
             whole = len(jobs) == len(layout.units)
             flow = AdamFlow(self, layout, jobs, grad_scale)
@@ -230,8 +230,8 @@ class ElementRanges(Units):
                 self._last_store = stream.run(self.device, layout.plan.ring_bytes, stages, flow, host)
             finally:
                 flow.commit()
-            if whole and stages:
-                self.host.stepped(host)
+            if stages:
+                self.host.stepped(host, jobs.keys())
             if self.gradients is not None:
                 self.gradients.clear()
         for group in self.inner.param_groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,8 @@ from statestream.offload.adam_host import SLOT_BYTES, SLOTS, AdamOnHost, grain_b
 from statestream.offload.balance import Balance
 from statestream.offload.host_stream import HostShare
 from statestream.offload.host_threads import host_threads
+from statestream.offload.plan import Piece
+from statestream.offload.share import fraction_of_all
 from statestream.offload.store import StateStore
 
 __all__ = ["HostSide"]
@@ -27,6 +30,8 @@ class HostSide:
         self._grain_bytes = partial(grain_bytes, offloaded=offloaded)
         self._fraction = cpu_fraction
         self._balance = Balance() if cpu_fraction == "auto" else None
+        self._share, self._settled = 0.5, False
+        """Of "auto" the share of all bytes, and whether it stays so."""
         self._slots: list[Tensor] = []
         self._timed: tuple[HostShare, int, int] | None = None
         self._chunks: tuple[Any, list[Any]] | None = None
@@ -38,12 +43,13 @@ class HostSide:
         """Host memory that gradients and weights pass through."""
         return sum(slot.numel() for slot in self._slots)
 
-    def prepare(self, device: Any) -> None:
-        """Before a step, or when parameters were added: what the last one taught is used, and slots are taken."""
+    def prepare(self, device: Any, active: Collection[int] | None = None) -> None:
+        """Before a step of the `active` units, or when parameters were added: what the last step taught is used, and
+        slots are taken."""
         self._learn()
         fraction: Any = self._fraction
-        if self._balance is not None:  # beside parameters on the CPU there is no other side
-            fraction = 1.0 if device.host_reaches_parameters else self._balance.fraction
+        if self._balance is not None:
+            fraction = self._balanced(device, active)
         self.store.share(fraction)
         if fraction:
             grains = [self._grain_bytes(param) for bank in self.store.banks for param in bank.units]
@@ -51,6 +57,15 @@ class HostSide:
                 self._grains, self._chunks = grains, None
             if not device.host_reaches_parameters:
                 self._take_slots(device)
+
+    def _balanced(self, device: Any, active: Collection[int] | None) -> float:
+        """The balance is between bytes that are stepped: a parameter that never has a gradient is on neither side."""
+        if device.host_reaches_parameters:  # there is no other side
+            return 1.0
+        if active is not None and not self._settled:
+            self._settled = self._balance.settled
+            self._share = fraction_of_all(self.store.units, active, self._balance.fraction)
+        return self._share
 
     def share_of(self, device: Any, flow: Any) -> HostShare | None:
         """The host's share of the step whose flow on the device is `flow`; None where it has none."""
@@ -67,17 +82,17 @@ class HostSide:
         timed = self._balance is not None and not self._balance.settled and not in_place
         return HostShare(device, () if in_place else self._slots, chunks, stepper, timed)
 
-    def stepped(self, share: HostShare | None) -> None:
-        """A step of every parameter is done, on the host's side by `share`."""
+    def stepped(self, share: HostShare | None, active: Collection[int]) -> None:
+        """A step of these units is done, on the host's side by `share`."""
         if share is None or not share.timed:
             return
         units = self.store.layout.units
-        on_host = sum(
-            units[piece.unit].nbytes // units[piece.unit].grains * (piece.last - piece.first)
-            for chunk in share.chunks
-            for piece, _ in chunk
-        )
-        self._timed = share, sum(chunk.nbytes for chunk in self.store.plan.chunks), on_host
+
+        def nbytes(pieces: Iterable[Piece]) -> int:
+            return sum(units[p.unit].nbytes // units[p.unit].grains * (p.last - p.first) for p in pieces)
+
+        on_device = nbytes(p for chunk in self.store.plan.chunks for p in chunk.pieces if p.unit in active)
+        self._timed = share, on_device, nbytes(p for chunk in share.chunks for p, _ in chunk)
 
     def _all_chunks(self, in_place: bool) -> list[Any]:
         layout = self.store.layout

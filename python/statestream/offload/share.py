@@ -6,12 +6,12 @@ itself stays where it is: the next step may be cut elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from statestream.offload.plan import Piece, Unit
 
-__all__ = ["Cut", "cut_at", "device_units", "host_chunks"]
+__all__ = ["Cut", "cut_at", "device_units", "fraction_of_all", "host_chunks"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,21 @@ def cut_at(units: Sequence[Unit], fraction: float) -> Cut:
             return Cut(index, grain) if grain < unit.grains else Cut(index + 1, 0)
         left -= unit.nbytes
     return Cut(len(units), 0)
+
+
+def fraction_of_all(units: Sequence[Unit], active: Collection[int], fraction: float) -> float:
+    """The share of all bytes at which the host has `fraction` of the bytes of the `active` units."""
+    if len(active) == len(units):
+        return fraction
+    left = (1.0 - fraction) * sum(units[index].nbytes for index in active)
+    before = 0
+    for index, unit in enumerate(units):
+        if index in active:
+            if left < unit.nbytes:
+                return 1.0 - (before + left) / sum(each.nbytes for each in units)
+            left -= unit.nbytes
+        before += unit.nbytes
+    return 0.0
 
 
 def device_units(units: Sequence[Unit], cut: Cut) -> list[Unit]:

@@ -72,10 +72,15 @@ class StateStore:
             self.fraction, self._layout = fraction, None
 
     @property
+    def units(self) -> list[Unit]:
+        """All units, in the order of the plan."""
+        return [replace(unit, bank=number) for number, bank in enumerate(self._units) for unit in bank]
+
+    @property
     def layout(self) -> Layout:
         """How the device's share is streamed."""
         if self._layout is None:
-            units = [replace(unit, bank=number) for number, bank in enumerate(self._units) for unit in bank]
+            units = self.units
             shared = device_units(units, cut_at(units, self.fraction))
             self._layout = Layout(make_plan(shared, self.budget), units, self.banks)
         return self._layout
