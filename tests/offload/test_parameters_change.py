@@ -315,18 +315,6 @@ def test_a_copy_to_be_pickled_has_scales_of_its_own():
         assert mine[param]["exp_avg"].data_ptr() != theirs[param]["exp_avg"].data_ptr()
 
 
-def test_a_step_of_some_parameters_teaches_the_balance_nothing(on_device):
-    on_device(Beyond())
-    params = make_params()
-    optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 1 << 20, cpu_fraction="auto")
-    set_grads(params, 0, missing=(2,))
-    optimizer.step()
-    assert optimizer.units.host._timed is None
-    set_grads(params, 1)
-    optimizer.step()
-    assert optimizer.units.host._timed is not None
-
-
 def test_a_layout_that_changes_while_the_last_step_is_still_stored(on_device):
     shape = (8, 3, 5, 5)
     params, reference = make_params(shapes=[shape, (100,)]), make_params(shapes=[shape, (100,)])
