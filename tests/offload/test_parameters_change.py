@@ -16,7 +16,7 @@ from statestream.offload.store import largest_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from .conftest import Beyond, Pinning, assert_same_training, assert_same_values, make_params, set_grads, train
+from .conftest import Pinning, assert_same_training, assert_same_values, make_params, set_grads, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes")
 
