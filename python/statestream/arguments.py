@@ -11,7 +11,15 @@ from torch import Tensor
 
 from statestream.tensors import is_fake
 
-__all__ = ["as_bytes", "as_dtype", "as_number", "check_grad_dtype", "check_group_options", "check_param"]
+__all__ = [
+    "as_bytes",
+    "as_dtype",
+    "as_number",
+    "as_numbers",
+    "check_grad_dtype",
+    "check_group_options",
+    "check_param",
+]
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRAD_DTYPES = PARAM_DTYPES
@@ -44,6 +52,25 @@ def as_dtype(name: str, value: torch.dtype | str, supported: tuple[torch.dtype, 
 def as_number(value: float | Tensor) -> float:
     """A number, also out of a tensor of one element on any device."""
     return float(value.item()) if isinstance(value, Tensor) else float(value)
+
+
+def as_numbers(values: Sequence[float | Tensor]) -> list[float]:
+    """Numbers, as `as_number` gives them. The host waits for each device once, however many are there."""
+    numbers: list[float] = [0.0] * len(values)
+    together: dict[torch.device, list[int]] = {}
+    for i, value in enumerate(values):
+        if type(value) in (Tensor, torch.nn.Parameter) and not is_fake(value):
+            together.setdefault(value.device, []).append(i)
+        else:
+            numbers[i] = as_number(value)
+    for places in together.values():
+        if len(places) == 1:
+            found = [values[places[0]].item()]
+        else:
+            found = torch.stack([values[i].detach().reshape(()).to(torch.float64) for i in places]).tolist()
+        for i, number in zip(places, found, strict=True):
+            numbers[i] = float(number)
+    return numbers
 
 
 def as_bytes(name: str, value: int, least: int) -> int:

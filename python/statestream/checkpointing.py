@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.capture import refuse_capture
 from statestream.export import export_on_device, export_to_host, taken_by_export
 from statestream.foreign import as_state_dict
 from statestream.interrupts import interrupts_held
@@ -23,6 +24,8 @@ from statestream.tensors import is_dtensor
 from statestream.transfer import Loader
 
 __all__ = ["Checkpointing"]
+
+_IT_WAITS = "the host waits for copies; call it before or after the capture"
 
 
 class Checkpointing:
@@ -49,6 +52,8 @@ class Checkpointing:
         With state_dict_cpu_offload a snapshot in host memory; without, tensors on the parameter's device,
         those that are stored as float32 the live ones. DTensors stay DTensors, sharded as the parameter.
         """
+        if self.state_dict_cpu_offload:
+            refuse_capture("state_dict() with state_dict_cpu_offload=True", _IT_WAITS)
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
         with interrupts_held():
@@ -105,6 +110,7 @@ class Checkpointing:
             ValueError: something does not fit, naming the parameter and the key. Nothing was changed (on
                 this rank: no other rank is asked).
         """
+        refuse_capture("load_state_dict()", _IT_WAITS)
         state_dict = as_state_dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
@@ -185,6 +191,7 @@ class Checkpointing:
 
         `unscaled_state` is shaped as the parameter; for a DTensor also as its local part, a plain tensor.
         """
+        refuse_capture("set_scaled_state()", _IT_WAITS)
         state = self._state_named(param, state_name)
         wanted, values = state.exported, unscaled_state.detach()
         if values.shape == param.shape and values.dtype is wanted:

@@ -20,9 +20,9 @@ from statestream.arguments import (
     check_group_options,
     check_param,
 )
+from statestream.capture import check_settings_on_device, is_capturing, refuse_capture
 from statestream.checkpointing import Checkpointing
 from statestream.interrupts import interrupts_held
-from statestream.kernels import AdamOptions
 from statestream.memory import MemoryReport, report_of
 from statestream.moments import MASTER, STEP, StateFormat
 from statestream.promised_state import PromisedState, made
@@ -31,6 +31,7 @@ from statestream.scaling import (
     count_on_device,
     device_scalars,
     needs_scaled_gradients,
+    numbers_of,
     scaling_of,
     unscale_gradients,
 )
@@ -247,6 +248,8 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         leaves `grad` as it is. ``grad_scaler=`` is accepted as Transformer Engine's optimizer takes it.
         Everything is checked before anything is changed.
         """
+        if is_capturing():
+            self._check_captured()
         scaler = legacy.pop("grad_scaler", None)
         if legacy:
             raise TypeError(f"step() got an unexpected keyword argument {next(iter(legacy))!r}")
@@ -258,15 +261,24 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             self._update(scaler)
         return loss
 
+    def _check_captured(self) -> None:
+        if not self.capturable:
+            refuse_capture(
+                "step() of a FusedAdam with capturable=False",
+                "replays would take this step's learning rate and count every time; build it with capturable=True",
+            )
+        check_settings_on_device(self.param_groups)
+
     def _update(self, scaler: Any) -> None:
         self.check_whole()
         grad_scale, found_inf = scaling_of(self, scaler)
-        if not self.capturable and found_inf is not None and as_number(found_inf):
+        numbers = numbers_of(self.param_groups, grad_scale=grad_scale, found_inf=found_inf, capturable=self.capturable)
+        if numbers.skipped:
             return
         before = accumulate((len(group["params"]) for group in self.param_groups), initial=0)
         plan = [
-            (group, self._options(group), self._calls(i, first))
-            for i, (group, first) in enumerate(zip(self.param_groups, before, strict=False))
+            (group, options, self._calls(i, first))
+            for i, (group, options, first) in enumerate(zip(self.param_groups, numbers.options, before, strict=False))
         ]
         read_there = [
             device_scalars(group, calls[0].device, grad_scale, found_inf) if self.capturable and calls else None
@@ -281,7 +293,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
                         call.rows,
                         call.formats,
                         options,
-                        grad_scale=1.0 if self.capturable or grad_scale is None else as_number(grad_scale),
+                        grad_scale=numbers.grad_scale,
                         advance=not call.counters,
                         scalars=scalars,
                         extras=call.extras,
@@ -327,19 +339,6 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             for param in watch.params():
                 if id(param) not in members:
                     watch.forget(param)
-
-    def _options(self, group: dict[str, Any]) -> AdamOptions:
-        beta1, beta2 = group["betas"]
-        return AdamOptions(
-            lr=0.0 if self.capturable else as_number(group["lr"]),  # read on the device
-            beta1=as_number(beta1),
-            beta2=as_number(beta2),
-            eps=as_number(group["eps"]),
-            weight_decay=as_number(group["weight_decay"]),
-            decoupled=bool(group["decoupled_weight_decay"]),
-            bias_correction=bool(group["bias_correction"]),
-            maximize=bool(group["maximize"]),
-        )
 
     def _calls(self, number: int, first_ordinal: int) -> list[Call]:
         group = self.param_groups[number]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -11,12 +12,21 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from statestream import kernels
-from statestream.kernels import DeviceScalars
+from statestream.arguments import as_numbers
+from statestream.kernels import AdamOptions, DeviceScalars
 from statestream.moments import STEP
 from statestream.sharding import around
 from statestream.tensors import is_fake, local_of
 
-__all__ = ["count_on_device", "device_scalars", "needs_scaled_gradients", "scaling_of", "unscale_gradients"]
+__all__ = [
+    "StepNumbers",
+    "count_on_device",
+    "device_scalars",
+    "needs_scaled_gradients",
+    "numbers_of",
+    "scaling_of",
+    "unscale_gradients",
+]
 
 
 def needs_scaled_gradients(params: Iterable[Tensor]) -> bool:
@@ -44,6 +54,45 @@ def scaling_of(optimizer: torch.optim.Optimizer, scaler: Any) -> tuple[Tensor | 
         found, scale = scaler._check_inf_per_device(optimizer), scaler._get_scale_async()
     per_device = list(found.values())
     return scale, sum(t.to(per_device[0].device) for t in per_device) if per_device else None
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What the host has to know of one step: all of it is read at once, before anything is launched."""
+
+    skipped: bool
+    """Whether found_inf is not zero."""
+    grad_scale: float
+    options: list[AdamOptions]
+    """Of each group."""
+
+
+def numbers_of(
+    groups: list[dict[str, Any]],
+    *,
+    grad_scale: float | Tensor | None,
+    found_inf: float | Tensor | None,
+    capturable: bool = False,
+) -> StepNumbers:
+    """Reads the settings of these groups, and the scaling. Of a `capturable` step kernels read lr and scaling on the
+    device, and the host does not."""
+    values = [0.0 if found_inf is None else found_inf, 1.0 if grad_scale is None else grad_scale]
+    if capturable:
+        values = [0.0, 1.0]
+    for group in groups:
+        beta1, beta2 = group["betas"]
+        values += [0.0 if capturable else group["lr"], beta1, beta2, group["eps"], group["weight_decay"]]
+    skip, scale, *numbers = as_numbers(values)
+    options = [
+        AdamOptions(
+            *numbers[5 * i : 5 * i + 5],
+            decoupled=bool(group["decoupled_weight_decay"]),
+            bias_correction=bool(group["bias_correction"]),
+            maximize=bool(group["maximize"]),
+        )
+        for i, group in enumerate(groups)
+    ]
+    return StepNumbers(bool(skip), scale, options)
 
 
 def unscale_gradients(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from offload.test_fake_cuda import FakeCuda
-from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream import CPUOffloadOptimizer, FusedAdam, capture, fused_adam
 from statestream.offload.host_memory import HostMemory
 from statestream.transfer import Loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -159,6 +159,13 @@ def clipping_in_lightning() -> None:
     precision.MixedPrecision("bf16-mixed", "cpu").clip_gradients(FusedAdam([param()], capturable=True), 1.0)
 
 
+def a_capture(monkeypatch) -> None:
+    optimizer = stepped()
+    monkeypatch.setattr(capture, "is_capturing", lambda: True)
+    monkeypatch.setattr(fused_adam, "is_capturing", lambda: True)
+    optimizer.step()
+
+
 def drop(name: str) -> Callable[[dict], object]:
     return lambda state: state["state"][0].pop(name)
 
@@ -174,6 +181,7 @@ CASES: list[Callable[..., object]] = [
     lambda: FusedAdam([param()], exp_avg_dtype="int64"),
     lambda: FusedAdam([param()], store_param_remainders=True),
     lambda: FusedAdam([param()], capturable=True, **REMAINDERS),
+    a_capture,
     lambda: FusedAdam([param()], amsgrad=True),
     lambda: CPUOffloadOptimizer(Unknown([param()], lr=0.1)),
     lambda: CPUOffloadOptimizer(torch.optim.AdamW([param(), param()]), 1000),

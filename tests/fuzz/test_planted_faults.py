@@ -26,8 +26,8 @@ FAULTS = {
     "gradient scale is forgotten": (
         "fused_adam",
         "FusedAdam._update",
-        "else as_number(grad_scale)",
-        "else 1.0",
+        "grad_scale=numbers.grad_scale",
+        "grad_scale=1.0",
     ),
     "a skipped step is counted": (
         "fused_adam",

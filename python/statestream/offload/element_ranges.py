@@ -31,6 +31,7 @@ from statestream.offload.units import Units
 from statestream.promised_state import PromisedState
 from statestream.row_extras import scale_count
 from statestream.rows import runs_for
+from statestream.scaling import StepNumbers
 from statestream.sharding import around
 from statestream.state_keeper import StateKeeper
 from statestream.step_table import StepTable
@@ -214,15 +215,14 @@ class ElementRanges(Units):
 
     # ---- the step ----
 
-    def step(self, grad_scale: float) -> None:
-        """One update of every parameter that has a gradient, which `grad_scale` divides. Everything is checked
-        before anything is changed."""
-        jobs = self._jobs()
+    def step(self, numbers: StepNumbers) -> None:
+        """One update of every parameter that has a gradient. Everything is checked before anything is changed."""
+        jobs = self._jobs(numbers.options)
         if jobs:
             self.host.prepare(self.device, jobs.keys())
             layout = self.store.layout
             whole = len(jobs) == len(layout.units)
-            flow = AdamFlow(self, layout, jobs, grad_scale)
+            flow = AdamFlow(self, layout, jobs, numbers.grad_scale)
             stages = layout.stages(None if whole else jobs.keys())
             host = self.host.share_of(self.device, flow)
             self.took(layout.plan.ring_bytes)
@@ -237,7 +237,7 @@ class ElementRanges(Units):
         for group in self.inner.param_groups:
             group[STEP] += 1
 
-    def _jobs(self) -> dict[int, Job]:
+    def _jobs(self, options_of_groups: Sequence[AdamOptions]) -> dict[int, Job]:
         """Work by unit of the plan."""
         inner, table = self.inner, self.inner._table
         if not self.in_charge:
@@ -253,8 +253,7 @@ class ElementRanges(Units):
         found: dict[int, Job] = {}  # by id first: a state that follows its parameter renumbers the units
         names = self.names()
         ordinal = -1
-        for group in inner.param_groups:
-            options = inner._options(group)
+        for group, options in zip(inner.param_groups, options_of_groups, strict=True):
             for param in group["params"]:
                 ordinal += 1
                 if id(param) not in found and self._has_grad(param):

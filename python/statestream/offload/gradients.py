@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.capture import refuse_capture
 from statestream.offload.arena import GRADS
 from statestream.offload.clipping import global_norm
 from statestream.offload.gradient_staging import GradientStaging, add_up
@@ -82,6 +83,7 @@ class OffloadedGradients:
         """Adds the parameter's gradient to its sum, and drops it."""
         if param.grad is None or not self.owner.in_charge:
             return
+        refuse_capture(f"the gradient of {name}, which is offloaded,", "threads of the host add it up")
         with self._lock:
             local = local_of(param)
             if local.device != self.owner.device.torch_device:  # the model has moved

@@ -23,6 +23,7 @@ from statestream.offload.muon_layouts import TorchMuon
 from statestream.offload.store import largest_shard
 from statestream.offload.subset import Subset
 from statestream.offload.whole_parameters import WholeParameters
+from statestream.scaling import StepNumbers
 from statestream.tensors import is_fake, local_of
 
 __all__ = ["MuonBatches"]
@@ -54,9 +55,9 @@ class MuonBatches(WholeParameters):
         self._agree()
         self._complete()
 
-    def step(self, grad_scale: float) -> None:
+    def step(self, numbers: StepNumbers) -> None:
         self.layout.sync_options()
-        super().step(grad_scale)
+        super().step(numbers)
 
     def loaded(self) -> None:
         self._complete()

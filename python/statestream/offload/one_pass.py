@@ -14,6 +14,7 @@ from statestream.offload.learn import is_host_scalar, unhooked_step
 from statestream.offload.store import compact_copy
 from statestream.offload.subset import Subset
 from statestream.offload.units import Units
+from statestream.scaling import StepNumbers
 from statestream.sharding import around
 from statestream.tensors import local_of
 
@@ -54,7 +55,7 @@ class OnePass(Units):
     def device_bytes(self) -> int:
         return self.host_bytes
 
-    def step(self, grad_scale: float) -> None:
+    def step(self, numbers: StepNumbers) -> None:
         inner = self.inner
         params = list({id(p): p for p in self.params() if p.grad is not None}.values())
         self.follow(params)

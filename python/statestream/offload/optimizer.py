@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream.arguments import as_number
+from statestream.capture import refuse_capture
 from statestream.foreign import as_state_dict
 from statestream.fused_adam import FusedAdam
 from statestream.interrupts import interrupts_held
@@ -37,7 +37,7 @@ from statestream.offload.muon_layouts import muon_layout
 from statestream.offload.one_pass import OnePass
 from statestream.offload.step_plan import StepPlan, plan_of
 from statestream.offload.whole_parameters import WholeParameters
-from statestream.scaling import scaling_of, unscale_gradients
+from statestream.scaling import numbers_of, scaling_of, unscale_gradients
 from statestream.tensors import is_dtensor, local_of
 
 __all__ = ["CPUOffloadOptimizer"]
@@ -220,6 +220,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; host memory for the new parameters' state is taken here."""
+        self._refuse_capture("add_param_group()")
         self.units.wait()
         alone = self.plan.alone
         self.inner.add_param_group(param_group)
@@ -261,6 +262,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             RuntimeError: the norm is not finite, with `error_if_nonfinite`; nothing was scaled.
         """
         if (gradients := self._gradients) is not None:
+            self._refuse_capture("clip_grad_norm_()")
             return gradients.clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
         norm = torch.nn.utils.clip_grad_norm_(self.units.params(), max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if is_dtensor(norm) else norm
@@ -274,6 +276,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
         Step hooks of this optimizer, of the inner one and torch's global ones run once each.
         """
+        self._refuse_capture("step()")
         if self.units.torn:
             raise RuntimeError(
                 f"an earlier step or load ended in an error that left {', '.join(self.units.torn)} written in part; "
@@ -298,6 +301,14 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self.inner._opt_called = True  # a scheduler that was given the inner optimizer asks
         return loss
 
+    @staticmethod
+    def _refuse_capture(what: str) -> None:
+        refuse_capture(
+            f"{what} of a CPUOffloadOptimizer",
+            "state passes between host and device while the host runs; call it outside of the capture, or use "
+            "FusedAdam(..., capturable=True) without offload",
+        )
+
     def _update(self, legacy: dict[str, Any]) -> None:
         scaler = legacy.pop("grad_scaler", None) if isinstance(self.inner, FusedAdam) else None
         if legacy:
@@ -313,15 +324,19 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         else:
             grad_scale, found_inf = handed.get("grad_scale"), handed.get("found_inf")
         self.units.step_bytes = 0
-        if found_inf is not None and as_number(found_inf):
+        ours = isinstance(self.inner, FusedAdam)  # other optimizers read their settings, and grad_scale, themselves
+        numbers = numbers_of(
+            self.param_groups if ours else [], grad_scale=grad_scale if ours else None, found_inf=found_inf
+        )
+        if numbers.skipped:
             return
         missing = object()
         before = {k: self.inner.__dict__.get(k, missing) for k in handed}
         try:
             with interrupts_held():
                 self.inner.__dict__.update(handed)
-                self.units.step(1.0 if grad_scale is None else as_number(grad_scale))
-                if grad_scale is not None and isinstance(self.inner, FusedAdam):
+                self.units.step(numbers)
+                if grad_scale is not None and ours:
                     with self.units.device.computing():
                         unscale_gradients(self.units.params(), self.inner._grad_name, grad_scale)
         except BaseException as error:
@@ -350,6 +365,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, tensors in host memory: its own keys, dtypes and sharding (FusedAdam:
         FP32). Nothing goes to the device. A snapshot unless `state_dict_snapshot=False`."""
+        self._refuse_capture("state_dict()")
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
         with interrupts_held():
@@ -367,6 +383,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads into the host state in place, whatever device the values are on. All is checked first: a load that
         is refused changes nothing."""
+        self._refuse_capture("load_state_dict()")
         state_dict = as_state_dict(state_dict)
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = hook(self, state_dict)

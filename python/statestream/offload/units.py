@@ -16,6 +16,7 @@ from torch import Tensor
 
 from statestream.offload.device import device_for
 from statestream.offload.store import StateStore
+from statestream.scaling import StepNumbers
 from statestream.tensors import local_of
 
 __all__ = ["Units"]
@@ -55,7 +56,7 @@ class Units(ABC):
         self.store.keep(list(self.params()))
 
     @abstractmethod
-    def step(self, grad_scale: float) -> None:
+    def step(self, numbers: StepNumbers) -> None:
         """One step of every parameter that has a gradient."""
 
     def loaded(self) -> None:  # noqa: B027  most ways have nothing to do then

@@ -27,6 +27,7 @@ from statestream.offload.store import Entry, compact_copy, largest_shard
 from statestream.offload.stream import Stage
 from statestream.offload.subset import Subset
 from statestream.offload.units import Units
+from statestream.scaling import StepNumbers
 from statestream.sharding import around
 from statestream.tensors import address_of, is_dtensor, local_of
 
@@ -193,8 +194,8 @@ class WholeParameters(Units):
 
     # ---- the step ----
 
-    def step(self, grad_scale: float) -> None:
-        """One step of the optimizer, chunk by chunk. `grad_scale` is the optimizer's own affair."""
+    def step(self, numbers: StepNumbers) -> None:
+        """One step of the optimizer, chunk by chunk. Settings and scaling are the optimizer's own affair."""
         with_grad = self._with_grad()
         jobs = {self.store.home(p).unit: self.members[id(p)] for p in with_grad}
         self._update(jobs)
