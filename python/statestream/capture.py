@@ -13,10 +13,8 @@ __all__ = ["check_settings_on_device", "is_capturing", "refuse_capture"]
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream. To ask a device opens a context there: one that has
     none is not asked."""
-    if not torch.cuda.is_initialized():
-        return False
-    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    if has_context is not None and not has_context(torch.cuda.current_device()):
+    has_context = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # a torch without CUDA has no such function
+    if has_context is None or not torch.cuda.is_initialized() or not has_context(torch.cuda.current_device()):
         return False
     return torch.cuda.is_current_stream_capturing()
 

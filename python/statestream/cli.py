@@ -45,7 +45,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Steps of each of the two runs.")] = 150,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder for loss.png and memory.png.")] = Path("demo"),
-    moments: Annotated[str, typer.Option(help="How the moments are stored: bf16 or fp32.")] = "bf16",
+    moments: Annotated[str, typer.Option(help="How the moments are stored: fp32, bf16, fp16 or fp8.")] = "bf16",
     seed: Annotated[int, typer.Option(help="Of the initial weights and the batches.")] = 0,
     ranks: Annotated[int, typer.Option(help="Processes that shard the model by FSDP2: 1, 2, 4 or 8.")] = 1,
     plant: Annotated[Optional[str], typer.Option(hidden=True)] = None,  # noqa: UP045 - typer evaluates it

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from statestream.demo.training import Training
+from statestream.stored import Stored
 from statestream.tensors import local_of
 
 __all__ = ["Difference", "Snapshot", "differences"]
@@ -32,17 +33,24 @@ class Difference:
 
 
 def snapshot(training: Training) -> Snapshot:
-    """Copies of all that the next step depends on, as it is stored: no export is involved. Of DTensors this rank's
-    part."""
+    """Copies of all that the next step depends on, as it is stored: no export is involved. Of states in blocks with
+    scales the FP32 values: a load may store the same values with another scale. Of DTensors this rank's part."""
     kept: Snapshot = {"weights": {}}
     for name, param in training.model.named_parameters():
         kept["weights"][name] = local_of(param.detach()).to("cpu", copy=True)
-        for kind, value in training.optimizer.state[param].items():
-            kept.setdefault(kind, {})[name] = local_of(value.detach()).to("cpu", copy=True)
+        state = training.optimizer.state[param]
+        for kind, value in training.optimizer._keeper.all_stored(param, state).items():
+            kept.setdefault(kind, {})[name] = _values(value).detach().to("cpu", copy=True)
     for i, group in enumerate(training.optimizer.param_groups):
         count = torch.as_tensor(group["step"], dtype=torch.int64, device="cpu")
         kept.setdefault("group step", {})[f"group {i}"] = count
     return kept
+
+
+def _values(state: Tensor | Stored) -> Tensor:
+    if not isinstance(state, Stored):
+        return local_of(state)
+    return state.local if state.scale is None else state.values()
 
 
 def differences(left: Snapshot, right: Snapshot) -> list[Difference]:
