@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,15 +13,25 @@ from torch import Tensor
 from statestream.capture import refuse_capture
 from statestream.export import export_on_device, export_to_host, taken_by_export
 from statestream.foreign import as_state_dict
+from statestream.format_version import number_of
 from statestream.interrupts import interrupts_held
 from statestream.moments import MASTER, STEP, StateFormat
 from statestream.promised_state import PromisedState
 from statestream.sharding import local_share
-from statestream.state_dict import LoadPlan, ParamLoad, as_kept, pack_groups, plan_load, take_apart, update_group
+from statestream.state_dict import (
+    LoadPlan,
+    ParamLoad,
+    as_kept,
+    pack_groups,
+    plan_load,
+    take_apart,
+    tensors_of,
+    update_group,
+)
 from statestream.state_keeper import StateKeeper
 from statestream.step_table import StepTable
 from statestream.stored import Stored
-from statestream.tensors import is_dtensor
+from statestream.tensors import copy_version, is_dtensor, local_of
 from statestream.transfer import Loader
 
 __all__ = ["Checkpointing"]
@@ -43,6 +54,9 @@ class Checkpointing:
     _exported: tuple[int | None, int | None] = (None, None)
     """Device and host bytes that the last export took."""
     _half_loaded = False
+    _lent: dict[int, tuple[weakref.ref[Tensor], int | None]] | None = None
+    """By storage the live tensors in the last state dict, and how often each had been written then; None once a step
+    was made since."""
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -74,6 +88,10 @@ class Checkpointing:
             for p, i in zip(g["params"], packed["params"], strict=True)
         }
         kept = [param for param in params if param in self.state]
+        masters = {local_of(s[MASTER]).dtype for param in kept if MASTER in (s := self.state[param])}
+        number = number_of(self.form.masters(others=bool(masters - {torch.int16})))
+        for group in groups:
+            group["format_version"] = number
         stored = [self._keeper.all_stored(param, self.state[param]) for param in kept]
         if self.state_dict_cpu_offload:
             exported, staging = export_to_host(stored, self.export_staging_bytes)
@@ -83,7 +101,12 @@ class Checkpointing:
         packed_state: dict[Any, Any] = {index[id(p)]: s for p, s in zip(kept, exported, strict=True)}
         other = {k: v for k, v in self.state.items() if not isinstance(k, Tensor)}
         packed_state.update(copy.deepcopy(other) if self.state_dict_cpu_offload else other)
+        live = [{k: v for k, v in s.items() if v is self.state[p][k]} for p, s in zip(kept, exported, strict=True)]
+        self._lend([] if self.state_dict_cpu_offload else tensors_of({"state": live, "param_groups": groups}))
         return {"state": packed_state, "param_groups": groups}
+
+    def _lend(self, tensors: Iterable[Tensor]) -> None:
+        self._lent = {t.untyped_storage()._cdata: (weakref.ref(t), copy_version(t)) for t in tensors}
 
     def _complete_state(self) -> None:
         """State of exactly the members: of parameters replaced since gone, of trained ones there, so that
@@ -108,7 +131,9 @@ class Checkpointing:
 
         Raises:
             ValueError: something does not fit, naming the parameter and the key. Nothing was changed (on
-                this rank: no other rank is asked).
+                this rank: no other rank is asked). Only where the dict is made of live tensors that were written
+                since, as torch.distributed.checkpoint does, they are written: no step is made then, nor a state
+                dict, until a load succeeds.
         """
         refuse_capture("load_state_dict()", _IT_WAITS)
         state_dict = as_state_dict(state_dict)
@@ -120,6 +145,12 @@ class Checkpointing:
             plan = plan_load(state_dict, self.param_groups, self.form, self.state)
         except (ValueError, RuntimeError) as error:
             kind = ValueError if isinstance(error, ValueError) else RuntimeError
+            if self._was_written(state_dict):
+                self._half_loaded = True
+                raise kind(
+                    f"{error}; state_dict() gave live tensors, and the checkpoint was read into them: load one that "
+                    "fits before the next step"
+                ) from error
             raise kind(f"{error}; nothing was loaded on this rank") from error
         with interrupts_held():
             self._write(plan)
@@ -142,7 +173,17 @@ class Checkpointing:
         self.state.update(plan.other)
         for group, loaded in zip(self.param_groups, plan.groups, strict=True):
             update_group(group, loaded)
+        self._lend(live for reference, _ in (self._lent or {}).values() if (live := reference()) is not None)
         self._half_loaded = False
+
+    def _was_written(self, state_dict: dict[str, Any]) -> bool:
+        """Whether the dict is made of live tensors, and somebody has written some of them."""
+        for tensor in tensors_of(state_dict) if self._lent else ():
+            reference, version = self._lent.get(tensor.untyped_storage()._cdata, (None, None))
+            live = None if reference is None else reference()
+            if live is not None and copy_version(live) != version:
+                return True
+        return False
 
     def check_whole(self) -> None:
         """RuntimeError after a load that ended in an error in the middle."""

@@ -22,6 +22,7 @@ from statestream.arguments import (
 )
 from statestream.capture import check_settings_on_device, is_capturing, refuse_capture
 from statestream.checkpointing import Checkpointing
+from statestream.format_version import number_of
 from statestream.interrupts import interrupts_held
 from statestream.memory import MemoryReport, report_of
 from statestream.moments import MASTER, STEP, StateFormat
@@ -35,7 +36,6 @@ from statestream.scaling import (
     scaling_of,
     unscale_gradients,
 )
-from statestream.state_dict import FORMAT_VERSION
 from statestream.state_keeper import StateKeeper
 from statestream.step_table import Call, StepTable
 from statestream.tensors import local_of
@@ -169,7 +169,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             "decoupled_weight_decay": self.adam_w_mode,
             "bias_correction": bool(bias_correction),
             STEP: 0,
-            "format_version": FORMAT_VERSION,
+            "format_version": number_of(self.form.masters()),
         }
         check_group_options(defaults)
         self._members: set[int] = set()
@@ -271,6 +271,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
 
     def _update(self, scaler: Any) -> None:
         self.check_whole()
+        self._lent = None
         grad_scale, found_inf = scaling_of(self, scaler)
         numbers = numbers_of(self.param_groups, grad_scale=grad_scale, found_inf=found_inf, capturable=self.capturable)
         if numbers.skipped:
@@ -407,7 +408,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch's own keeps only defaults, state and groups. A method set on the object, as a scheduler
         # wraps step(), is bound to this one: a copy would step the original.
-        hidden = ("_table", "_members")
+        hidden = ("_table", "_members", "_lent")
         return {
             key: value
             for key, value in self.__dict__.items()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from statestream.format_version import Masters
 from statestream.quantized import is_quantized
 from statestream.stored import SCALED
 from statestream.tensors import local_of
@@ -35,6 +36,14 @@ class StateFormat:
         if not self.master_weights:
             return None
         return torch.int16 if self.remainders else self.master
+
+    def masters(self, others: bool = False) -> Masters:
+        """What a checkpoint of it holds; `others`: there are masters of parameters that are not bfloat16."""
+        if not self.master_weights:
+            return Masters.NONE
+        if not self.remainders:
+            return Masters.FP32
+        return Masters.BOTH if others else Masters.REMAINDERS
 
     @property
     def has_scales(self) -> bool:

@@ -8,7 +8,8 @@ before anything is written.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -27,14 +28,14 @@ from statestream.foreign import (
     plain_tensor,
     readable,
 )
+from statestream.format_version import SAYS_NOTHING, Masters, check_held, masters_in
 from statestream.moments import MASTER, MOMENTS, STEP, StateFormat
 from statestream.promised_state import made
+from statestream.quantized import is_quantized
 from statestream.sharding import local_share
 from statestream.tensors import is_fake, local_of, same_layout
 
-__all__ = ["FORMAT_VERSION", "LoadPlan", "as_kept", "pack_groups", "plan_load", "take_apart", "update_group"]
-
-FORMAT_VERSION = 1
+__all__ = ["LoadPlan", "as_kept", "pack_groups", "plan_load", "take_apart", "tensors_of", "update_group"]
 
 _OWN_KEYS = frozenset(
     ("params", "capturable", "foreach", "fused", "differentiable", "decoupled_weight_decay", "format_version")
@@ -95,6 +96,7 @@ def plan_load(
     plan = LoadPlan()
     seen: set[int] = set()
     keys: dict[Any, Tensor] = {}
+    unsaid: list[str] = []
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
@@ -103,6 +105,7 @@ def plan_load(
             )
         with named_in_errors(f"group {number}"):
             plan.groups.append(_checked_group(saved, group, number))
+            held = masters_in(saved.get("format_version"), f"group {number}")
             names = saved.get("param_names") or group.get("param_names") or saved["params"]
             if not isinstance(names, (list, tuple)) or len(names) != len(saved["params"]):
                 found = f"{len(names)}" if isinstance(names, (list, tuple)) else type(names).__name__
@@ -119,10 +122,35 @@ def plan_load(
             state = state_dict["state"].get(key)
             own = made(states, param) or {}
             with named_in_errors(label):
-                plan.params.append(_checked_state(state, saved.get(STEP), param, label, form, own))
+                # The peer counts by group alone; ours counts each parameter.
+                count = None if "format_version" in saved else saved.get(STEP)
+                load = _checked_state(state, count, param, label, form, own, held)
+            plan.params.append(load)
+            if saved.get("format_version") == SAYS_NOTHING and isinstance(key, str) and MASTER in (load.values or ()):
+                unsaid.append(label)
     check_states_are_listed(state_dict["state"], keys)
     plan.other = {k: v for k, v in state_dict["state"].items() if isinstance(k, str) and k not in keys}
+    if unsaid:
+        warnings.warn(
+            f"master_param of {unsaid[0]} and of {len(unsaid)} parameters in all: the checkpoint is of an earlier "
+            "statestream and does not say whether it holds FP32 masters or remainders; if it was saved with another "
+            "store_param_remainders, torch.distributed.checkpoint has cast them, and these masters go on from the "
+            "weights as they are rounded",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     return plan
+
+
+def tensors_of(state_dict: Any) -> list[Tensor]:
+    """Plain (local) tensors among the states and settings of a state dict, which may be of any form."""
+    if not isinstance(state_dict, Mapping):
+        return []
+    parts = [state_dict.get("state"), state_dict.get("param_groups")]
+    lists = [part.values() if isinstance(part, Mapping) else part for part in parts]
+    found = [each for part in lists if isinstance(part, Iterable) for each in part if isinstance(each, Mapping)]
+    locals_ = [local_of(value) for each in found for value in each.values() if isinstance(value, Tensor)]
+    return [t for t in locals_ if type(t) in (Tensor, torch.nn.Parameter) and t.layout is torch.strided]
 
 
 def take_apart(loads: list[ParamLoad], states: Mapping[Tensor, dict[str, Any]]) -> None:
@@ -195,12 +223,6 @@ def _checked_group(saved: dict[str, Any], group: dict[str, Any], number: int) ->
     }
     if isinstance(loaded.get("betas"), list):
         loaded["betas"] = tuple(loaded["betas"])
-    version = saved.get("format_version")
-    if version is not None and count_of(version, f"format_version of group {number}") > FORMAT_VERSION:
-        raise ValueError(
-            f"group {number}: the checkpoint has format_version {version}, this statestream reads up to "
-            f"{FORMAT_VERSION}; update statestream"
-        )
     if loaded.get(STEP) is not None:
         count_of(loaded[STEP], f"step of group {number}", group.get(STEP))
     else:
@@ -230,13 +252,24 @@ def _checked_setting(key: str, value: Any, group: dict[str, Any], number: int) -
 
 
 def _checked_state(
-    state: Any, group_step: Any, param: Tensor, label: str, form: StateFormat, own: dict[str, Any]
+    state: Any,
+    group_step: Any,
+    param: Tensor,
+    label: str,
+    form: StateFormat,
+    own: dict[str, Any],
+    held: Masters | None,
 ) -> ParamLoad:
     if state is not None and not isinstance(state, Mapping):
         raise ValueError(f"the state of {label}: expected a dict, found {type(state).__name__}")
-    # DCP's flat load gives {} for a key that the checkpoint lacks.
+    # For a key that the checkpoint lacks DCP's flat load gives {}.
     present = {k: v for k, v in (state or {}).items() if v is not None and not (isinstance(v, dict) and not v)}
     if not present:
+        if any(isinstance(v, dict) for v in (state or {}).values()):
+            raise ValueError(
+                f"{label} has no state in the flat state dict; to let it start anew, load the nested form with "
+                "StateDictOptions(strict=False)"
+            )
         return ParamLoad(param, None)
     dtypes = form.dtypes(param)
     other = {name: value for name, value in present.items() if name not in (STEP, *MOMENTS, MASTER)}
@@ -253,6 +286,9 @@ def _checked_state(
                 continue  # made from the parameter
             raise ValueError(f"{name} of {label} is missing from the state dict")
         values[name] = _checked_value(present[name], name, dtypes[name], param, label)
+        if name == MASTER:
+            of = None if is_quantized(local_of(param)) else param.dtype
+            check_held(held, values[name].dtype, of, f"{name} of {label}")
     step = present.get(STEP, group_step)
     if step is None:
         raise ValueError(f"step of {label} is missing from the state dict, and its group has none")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.foreign import count_of
 from statestream.moments import MASTER, STEP, StateFormat
 from statestream.quantized import dequantized, is_quantized
 from statestream.row_extras import scale_count
@@ -78,14 +79,12 @@ class StateKeeper:
             state[name] = self._new(param, name, dtype)
             if old.tensor.shape == param.shape:
                 self.carry(old, self.stored(param, name, state[name]))
-        if STEP not in state:
-            state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
         step_device = target.device if self.form.step_on_device else torch.device("cpu")
-        if state[STEP].device != step_device:
-            old_step = state[STEP]
+        step = self.step_in(state)
+        if step.device != step_device or step.dtype is not torch.float32 or step is not state.get(STEP):
             state[STEP] = torch.zeros((), dtype=torch.float32, device=step_device)
-            if not is_fake(old_step):
-                state[STEP].copy_(old_step)
+            if not is_fake(step):
+                state[STEP].copy_(step)
 
     def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
         """Sets the master to the parameter's value, in place."""
@@ -121,6 +120,15 @@ class StateKeeper:
         return dtype not in SCALED or (
             scale is not None and scale.device == target.device and scale.numel() == scale_count(target.numel())
         )
+
+    @staticmethod
+    def step_in(state: dict[str, Any]) -> Tensor:
+        """The counter in a parameter's state; a new one for a number that someone put there. ValueError for anything
+        else."""
+        step = state.get(STEP, 0)
+        if isinstance(step, Tensor):
+            return step
+        return torch.tensor(count_of(step, "step in the state of a parameter"), dtype=torch.float32, device="cpu")
 
     @staticmethod
     def carry(old: Stored, new: Stored) -> None:

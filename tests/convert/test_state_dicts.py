@@ -184,6 +184,51 @@ def test_a_float16_parameter_has_an_fp32_master_where_others_have_remainders():
     assert "master_param" not in state[2]
 
 
+@pytest.mark.parametrize(
+    ("mode", "arguments", "number"),
+    [
+        (Mode(BF16), {}, 200),
+        (Mode(BF16), {"masters": "float32"}, 201),
+        (Mode(BF16), {"masters": "remainders"}, 202),
+        (Mode(BF16, master="fp32"), {}, 201),
+        (Mode(BF16, master="remainders"), {}, 202),
+        (Mode(BF16, master="remainders"), {"masters": "float32"}, 201),
+        (Mode(BF16, master="remainders"), {"drop": ["master_param"]}, 200),
+        (Mode(torch.float16, master="remainders"), {}, 201),
+        (Mode(None, master="remainders"), {}, 202),
+    ],
+    ids=str,
+)
+def test_a_conversion_says_what_masters_it_holds(mode, arguments, number):
+    optimizer = build(mode)
+    train(optimizer, range(1))
+    for settings in (optimizer.state_dict(), convert_state_dict(optimizer.state_dict(), "transformer_engine")):
+        converted = convert_state_dict(settings, "statestream", weights=params_of(optimizer), **arguments)
+        assert [group["format_version"] for group in converted["param_groups"]] == [number] * 2
+
+
+@pytest.mark.parametrize(("held", "read_as"), [("remainders", FP32), ("fp32", torch.int16)])
+def test_masters_that_were_cast_since_they_were_saved_are_refused(held, read_as):
+    optimizer = build(Mode(BF16, master=held))
+    train(optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["master_param"] = state["master_param"].to(read_as)
+    for convert in (
+        lambda: convert_state_dict(saved, "transformer_engine"),
+        lambda: list(fp32_weights(saved, params_of(optimizer))),
+    ):
+        with pytest.raises(ValueError, match=r"master_param of parameter 0: the checkpoint holds .*store_param_remain"):
+            convert()
+
+
+def test_a_number_of_a_later_version_is_not_converted():
+    saved = build(Mode(FP32)).state_dict()
+    saved["param_groups"][1]["format_version"] = 300
+    with pytest.raises(ValueError, match=r"group 1: the checkpoint has format_version 300.*update statestream"):
+        convert_state_dict(saved, "torch")
+
+
 @pytest.mark.parametrize("masters, kept", [("float32", "fp32"), ("remainders", "remainders")])
 def test_masters_that_are_missing_start_at_the_weights(masters, kept):
     optimizer = build(Mode(BF16))

@@ -16,7 +16,7 @@ from statestream import CPUOffloadOptimizer, FusedAdam, capture, fused_adam
 from statestream.offload.host_memory import HostMemory
 from statestream.transfer import Loader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from .pages import text_of
 
@@ -80,6 +80,27 @@ def less_in_the_checkpoint(tmp_path) -> None:
         dcp.load(get_optimizer_state_dict(model, with_masters, options=options), checkpoint_id=tmp_path, no_dist=True)
     except CheckpointException as error:  # which is no Exception
         raise error.failures[0][0] from None
+
+
+def another_kind_of_masters(tmp_path, version: int | None = None, **arguments) -> None:
+    """A file with remainders, read by DCP into an optimizer with FP32 masters."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    model = torch.nn.Linear(4, 4, bias=False).to(torch.bfloat16)
+    saved = get_optimizer_state_dict(model, FusedAdam(model.parameters(), **REMAINDERS), options=options)
+    if version is not None:
+        saved["param_groups.weight.format_version"] = version
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    optimizer = FusedAdam(model.parameters(), **MASTERS, **arguments)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(model, optimizer, state, options=options)
+
+
+def without_state_in_a_flat_dict() -> None:
+    optimizer = stepped()
+    state = optimizer.state_dict()
+    state["state"][0] = {name: {} for name in state["state"][0]}  # as torch hands it on
+    optimizer.load_state_dict(state)
 
 
 def a_lost_device(monkeypatch) -> None:
@@ -191,6 +212,10 @@ CASES: list[Callable[..., object]] = [
     another_sharding,
     lambda: load(stepped(), stepped(), drop("exp_avg_sq")),
     lambda: load(stepped(**REMAINDERS), stepped(**MASTERS)),
+    lambda tmp_path: another_kind_of_masters(tmp_path, state_dict_cpu_offload=True),
+    lambda tmp_path: another_kind_of_masters(tmp_path, version=1),
+    without_state_in_a_flat_dict,
+    lambda tmp_path: another_kind_of_masters(tmp_path),
     lambda: load(stepped(), stepped(), newer),
     less_in_the_checkpoint,
     a_lost_device,

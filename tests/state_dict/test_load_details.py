@@ -150,12 +150,12 @@ def test_a_key_that_a_later_version_adds_is_filled_from_the_defaults_when_old_ch
     keys = [set(group) for group in new.param_groups]
     new.load_state_dict(saved)
     assert [set(group) for group in new.param_groups] == keys
-    assert all(group["bias_correction"] is False and group["format_version"] == 1 for group in new.param_groups)
+    assert all(group["bias_correction"] is False and group["format_version"] == 201 for group in new.param_groups)
 
 
 def test_state_dicts_carry_a_format_version():
     optimizer = build(EXACT)
-    assert [group["format_version"] for group in optimizer.state_dict()["param_groups"]] == [1, 1]
+    assert [group["format_version"] for group in optimizer.state_dict()["param_groups"]] == [201, 201]
 
 
 # ---- inputs that alias what is written ----

@@ -149,3 +149,34 @@ def test_a_parameter_that_grows_in_host_memory_keeps_it():
     assert "master_param" not in optimizer.state[param] and optimizer.state[param]["exp_avg"].dtype is BF16
     assert torch.equal(optimizer.state[param]["mine"], torch.arange(5))
     assert optimizer.state[param]["exp_avg_sq"].dtype is FP32
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("count", [5, 5.0, torch.tensor(5), torch.tensor(5.0, dtype=torch.float64)], ids=repr)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_count_that_was_put_there_by_hand_is_where_the_next_step_goes_on(kind, count, when):
+    """In a wrapped optimizer `before` or `after` it was wrapped."""
+    param, optimizer = build(kind, before={"step": copy.deepcopy(count)} if when == "before" else None)
+    _, reference = build("live")
+    reference.state[reference.param_groups[0]["params"][0]]["step"].fill_(5)
+    if when == "after":
+        optimizer.state[param]["step"] = copy.deepcopy(count)
+        optimizer.memory_report()
+        assert optimizer.state_dict()["state"][0]["step"] == 5
+    step(param, optimizer)
+    step(reference.param_groups[0]["params"][0], reference)
+    assert optimizer.state[param]["step"].dtype is FP32 and optimizer.state[param]["step"].item() == 6
+    assert same_bits(param, reference.param_groups[0]["params"][0])
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, "five", None, [5]], ids=repr)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_what_is_no_count_is_refused_and_nothing_changes(kind, count):
+    param, optimizer = build(kind)
+    optimizer.state[param]["step"] = count
+    before = param.detach().clone(), optimizer.state[param]["exp_avg"].clone()
+    for refused in (lambda: step(param, optimizer), optimizer.state_dict):
+        with pytest.raises(ValueError, match=r"step in the state of a parameter.*not a count of steps"):
+            refused()
+    assert same_bits(param.detach(), before[0]) and same_bits(optimizer.state[param]["exp_avg"], before[1])
+    assert optimizer.state[param]["step"] == count

@@ -28,10 +28,10 @@ from statestream.convert.rules import (
     Param,
     Request,
     convert,
-    count_of,
 )
 from statestream.convert.target import appearing
 from statestream.convert.values import dtype_of, sources, values_of
+from statestream.foreign import count_of
 from statestream.moments import MASTER, MOMENTS, STEP
 
 __all__ = ["convert_checkpoint"]
@@ -180,7 +180,7 @@ class _FolderView:
             Param(
                 param_label(name),
                 dtypes,
-                count_of(param_label(name), step),
+                None if step is None else count_of(step, f"step of {param_label(name)}"),
                 None if weight is None else self.reader.tensors[weight].properties.dtype,
                 frozenset(keys) - {*ADAMS_TENSORS, STEP},
             ),

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -18,8 +17,9 @@ from typing import Any
 
 import torch
 
+from statestream.foreign import count_of
+from statestream.format_version import Masters, check_held, masters_in, number_of
 from statestream.moments import MASTER, MOMENTS, STEP
-from statestream.state_dict import FORMAT_VERSION
 
 __all__ = [
     "ADAMS_TENSORS",
@@ -32,8 +32,8 @@ __all__ = [
     "NewParam",
     "Param",
     "Request",
+    "check_masters",
     "convert",
-    "count_of",
 ]
 
 TORCH, STATESTREAM, ENGINE = FORMS = ("torch", "statestream", "transformer_engine")
@@ -143,31 +143,42 @@ def convert(groups: list[Group], request: Request, flat: bool = False) -> list[N
         raise ValueError(f"drop: {unknown[0]!r} is no state here; choose from {_either((*DROPPABLE, *sorted(others)))}")
     for group in groups:
         _check(group, source, request)
+    check_masters(groups)
     if source == ENGINE:
         _count_by_group(groups)
     any_master = request.masters == "float32" or any(MASTER in p.dtypes for g in groups for p in g.params)
     counts = _group_counts(groups, request, flat)
-    return [
+    new = [
         NewGroup(
             _settings(group, source, request, count),
             [_new_param(param, request, any_master) for param in group.params],
         )
         for group, count in zip(groups, counts, strict=True)
     ]
+    if request.to == STATESTREAM:
+        pairs = zip((p for g in groups for p in g.params), (p for g in new for p in g.params), strict=True)
+        number = number_of(_masters_of(pairs))
+        for group in new:
+            group.settings["format_version"] = number
+    return new
 
 
-def count_of(label: str, value: Any) -> float | None:
-    """A count of updates as it was saved, a number or a tensor of one; None for None. ValueError for another value."""
-    if value is None:
-        return None
-    try:
-        count = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        count = math.nan
-    if not 0 <= count < 2**53:
-        said = f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
-        raise ValueError(f"step of {label} is {said[:80]}, which is no count of updates")
-    return count
+def check_masters(groups: list[Group]) -> None:
+    """ValueError for masters that are not what their groups' `format_version` says."""
+    for group in groups:
+        held = masters_in(group.settings.get("format_version"), group.label)
+        for param in group.params:
+            if MASTER in param.dtypes and not (held is Masters.BOTH and param.weight is None):
+                check_held(held, param.dtypes[MASTER], param.weight, f"master_param of {param.label}")
+
+
+def _masters_of(params: Iterable[tuple[Param, NewParam]]) -> Masters:
+    """What masters they are to have."""
+    made = [(param.dtypes.get(MASTER), new.states.get(MASTER)) for param, new in params]
+    bits = {how is How.ZEROS or (how is How.KEPT and old is torch.int16) for old, how in made if how is not None}
+    if not bits:
+        return Masters.NONE
+    return Masters.FP32 if True not in bits else Masters.REMAINDERS if False not in bits else Masters.BOTH
 
 
 def _flag(group: Group, key: str, default: bool = False) -> bool:
@@ -213,16 +224,21 @@ def _count_by_group(groups: list[Group]) -> None:
     for group in groups:
         for param in group.params:
             if param.dtypes:
-                param.step = count_of(group.label, group.settings.get(STEP))
+                param.step = _group_count(group)
                 if param.step is None:
                     raise ValueError(f"step of {group.label} is missing")
+
+
+def _group_count(group: Group) -> float | None:
+    count = group.settings.get(STEP)
+    return None if count is None else count_of(count, f"step of {group.label}")
 
 
 def _group_counts(groups: list[Group], request: Request, flat: bool) -> list[int]:
     """The count of each group's calls. All groups of an optimizer are called alike, so it is the largest count of any
     parameter; but the peer has no other, so there it must be that of each of a group's parameters."""
     largest = int(max((p.step for g in groups for p in g.params if p.step is not None), default=0))
-    counted = [count_of(group.label, group.settings.get(STEP)) for group in groups]
+    counted = [_group_count(group) for group in groups]
     largest = max([largest, *(int(count) for count in counted if count is not None)])
     if request.to != ENGINE or STEP in request.drop:
         return [largest] * len(groups)
@@ -281,8 +297,6 @@ def _settings(group: Group, source: str, request: Request, count: int) -> dict[s
         new["decoupled_weight_decay"] = decoupled
     if request.to != TORCH:
         new |= {"bias_correction": corrected, STEP: count}
-    if request.to == STATESTREAM:
-        new["format_version"] = FORMAT_VERSION
     return new | {key: value for key, value in old.items() if key not in own}
 
 

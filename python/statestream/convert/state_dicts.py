@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from statestream.convert.layout import Flat, group_label, groups_of, param_label
-from statestream.convert.rules import ADAMS_TENSORS, Group, How, NewGroup, Param, Request, convert
+from statestream.convert.rules import ADAMS_TENSORS, Group, How, NewGroup, Param, Request, check_masters, convert
 from statestream.convert.values import sources, values_of
 from statestream.foreign import (
     FLOATS,
@@ -151,6 +151,7 @@ class StateDictView:
 
     @torch.no_grad()
     def fp32_weights(self) -> Iterator[tuple[Hashable, Tensor]]:
+        check_masters(self.groups)
         for key, param in zip(self.keys, (p for g in self.groups for p in g.params), strict=True):
             weight, master = self.weights.get(key), self.states.get(key, {}).get(MASTER)
             if weight is None:

@@ -90,7 +90,7 @@ class ElementRanges(Units):
                         if isinstance(value, Stored):
                             self.inner._keeper.carry(value, self.inner._keeper.stored(param, name, state[name]))
                         elif name == STEP:
-                            state[name].copy_(value)
+                            state[name].copy_(self.inner._keeper.step_in({STEP: value}))
                         elif name not in STATES:  # a user's own, which is not streamed
                             state[name] = value
         if self.gradients is not None:
@@ -243,6 +243,7 @@ class ElementRanges(Units):
         if not self.in_charge:
             raise RuntimeError("another CPUOffloadOptimizer has taken over this FusedAdam; step that one")
         inner.check_whole()
+        inner._lent = None
         if self.gradients is not None:
             self.gradients.gather()
         with_grad = [p for p in self.params() if self._has_grad(p)]

@@ -51,13 +51,12 @@ class HostKeeper(StateKeeper):
         self.ranges.wait()
         # Copies: the new place may be the old one, in another layout.
         old = {name: self.stored(param, name, state[name]).cloned() for name in dtypes if name in state}
-        step = state[STEP].clone() if STEP in state else None
+        step = self.step_in(state).clone()
         state.clear()
         state.update(self.ranges.views(param) if fits else self.make(param))
         for name, value in old.items():
             self.carry(value, self.stored(param, name, state[name]))
-        if step is not None:
-            state[STEP].copy_(step)
+        state[STEP].copy_(step)
         state.update(others)
 
     def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
