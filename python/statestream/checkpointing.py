@@ -55,8 +55,8 @@ class Checkpointing:
     """Device and host bytes that the last export took."""
     _half_loaded = False
     _lent: dict[int, tuple[weakref.ref[Tensor], int | None]] | None = None
-    """By storage the live tensors in the last state dict, and how often each had been written then; None once a step
-    was made since."""
+    """By storage the live tensors in the last state dict, and how often autograd had seen each written then, which
+    counts no kernel's writes. A step whose copies it does count sets None."""
 
     @torch._disable_dynamo
     @torch.no_grad()

@@ -271,7 +271,6 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
 
     def _update(self, scaler: Any) -> None:
         self.check_whole()
-        self._lent = None
         grad_scale, found_inf = scaling_of(self, scaler)
         numbers = numbers_of(self.param_groups, grad_scale=grad_scale, found_inf=found_inf, capturable=self.capturable)
         if numbers.skipped:
