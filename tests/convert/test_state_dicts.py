@@ -387,7 +387,7 @@ REFUSED = {
         lambda: damaged(lambda saved: saved["param_groups"][0].update(step=-1)),
         "torch",
         {},
-        "step of group 0 is -1",
+        "step of group 0: -1 is not a count",
     ),
     "no weight": (
         lambda: ours(Mode(BF16)),
