@@ -214,12 +214,12 @@ def test_masters_that_were_cast_since_they_were_saved_are_refused(held, read_as)
     saved = copy.deepcopy(optimizer.state_dict())
     for state in saved["state"].values():
         state["master_param"] = state["master_param"].to(read_as)
-    for convert in (
+    for refused in (
         lambda: convert_state_dict(saved, "transformer_engine"),
         lambda: list(fp32_weights(saved, params_of(optimizer))),
     ):
         with pytest.raises(ValueError, match=r"master_param of parameter 0: the checkpoint holds .*store_param_remain"):
-            convert()
+            refused()
 
 
 def test_a_number_of_a_later_version_is_not_converted():
