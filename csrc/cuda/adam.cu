@@ -181,7 +181,7 @@ cudaError_t image_error() {
 
 void adam(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options, double grad_scale,
           bool advance, const Place &place, const CallExtras &extras) {
-  const OnDevice on_device(place.device);
+  set_device(place.device);
   if (is_generic(formats, extras)) {
     GenericBatch batch(formats, options, 0, extras, place);
     if (advance) advance_in_host_memory(rows, n);
@@ -199,7 +199,7 @@ void adam(const TableFormats &formats, const TensorRow *rows, int64_t n, const A
 void adam_capturable(const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
                      double grad_scale, bool advance, const DeviceScalars &device, const Place &place,
                      const CallExtras &extras) {
-  const OnDevice on_device(place.device);
+  set_device(place.device);
   const auto *scalars = (const AdamScalars<float> *)device.scratch;
   if (is_generic(formats, extras)) {
     GenericBatch batch(formats, options, device.found_inf, extras, place);
@@ -216,7 +216,7 @@ void adam_capturable(const TableFormats &formats, const TensorRow *rows, int64_t
 }
 
 void advance_steps(const uint64_t *counters, int64_t n, uint64_t found_inf, const Place &place) {
-  const OnDevice on_device(place.device);
+  set_device(place.device);
   std::unique_ptr<StepParameters> a(new StepParameters());
   a->found_inf = (const float *)found_inf;
   a->advance = 1;

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) convert_kernel(const ConvertParamete
 template <class Work>
 void convert(const void *from, void *to, int64_t n, const Place &place) {
   if (!n) return;
-  const OnDevice on_device(place.device);
+  set_device(place.device);
   ConvertParameters a{(uint64_t)from, (uint64_t)to, n, kUnalignable};
   for (int64_t i = kVector - 1; i >= 0; --i)
     if ((a.from + i * sizeof(typename Work::FromType)) % 16 == 0 &&

@@ -48,7 +48,7 @@ std::string why_not(int device) {
     return reason(error, device);
   }
   if (device < 0 || device >= devices) return "CUDA sees " + std::to_string(devices) + " devices";
-  const OnDevice on_device(device);
+  set_device(device);
   if (const cudaError_t error = image_error()) {
     (void)cudaGetLastError();
     return reason(error, device);

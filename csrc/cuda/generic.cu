@@ -52,7 +52,7 @@ void GenericBatch::flush() {
 
 void generic_convert(const GenericConversion &conversion, int64_t n, const Place &place) {
   if (!n) return;
-  const OnDevice on_device(place.device);
+  set_device(place.device);
   const GenericConvertParameters a{conversion, n};
   const int64_t wanted = chunks_of(scale_blocks(n), kConvertWarps);
   launch(generic_convert_kernel, std::min(wanted, resident_blocks(generic_convert_kernel, kConvertThreads)),

@@ -19,24 +19,9 @@ inline void check(cudaError_t error, const char *what) {
 // Whether the current device has an image of the kernels.
 cudaError_t image_error();
 
-// Makes a device current, and the former one again at the end.
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    check(cudaGetDevice(&former_), "cudaGetDevice");
-    if (device == former_) return;
-    check(cudaSetDevice(device), "cudaSetDevice");
-    changed_ = true;
-  }
-  ~OnDevice() {
-    if (changed_) (void)cudaSetDevice(former_);
-  }
-  OnDevice(const OnDevice &) = delete;
-
- private:
-  int former_ = 0;
-  bool changed_ = false;
-};
+// It stays so: the caller sets the former device back (kernels.py), with torch's guard, which does that only where it
+// has a context. To set it back from here would open one.
+inline void set_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }
 
 // Blocks of a kernel that the current device runs at once: a grid of them never waits in a queue.
 template <class Kernel>

@@ -31,7 +31,7 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("SCRATCH_BYTES") = kScratchBytes;
   m.attr("ARCHS") = STATESTREAM_CUDA_ARCHS;
 
-  m.def("why_not", why_not, py::arg("device"), "Why the kernels cannot run on a device; empty where they can.");
+  m.def("why_not", why_not, py::arg("device"), "Why the kernels cannot run on the current device; empty where they can.");
 
   m.def("has_adam", [](const py::tuple &formats) { return has_kernel(formats_from(formats)); }, py::arg("formats"));
 

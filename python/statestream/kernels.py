@@ -7,6 +7,7 @@ Tensors without data (FakeTensorMode, meta) are checked as others are, and nothi
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from statestream.cuda_guards import on_device
 from statestream.row_extras import scale_address
 from statestream.tensors import is_fake
 
@@ -293,21 +295,22 @@ def adam(
             )
     if extras is not None or stochastic:
         where.update(extras=extras, seed=seed, stochastic=stochastic)
-    _module_for(device).adam(
-        rows,
-        tuple(formats),
-        lr=options.lr,
-        beta1=options.beta1,
-        beta2=options.beta2,
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        decoupled=options.decoupled,
-        bias_correction=options.bias_correction,
-        maximize=options.maximize,
-        grad_scale=grad_scale,
-        advance=advance,
-        **where,
-    )
+    with _current(device):
+        _module_for(device).adam(
+            rows,
+            tuple(formats),
+            lr=options.lr,
+            beta1=options.beta1,
+            beta2=options.beta2,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            decoupled=options.decoupled,
+            bias_correction=options.bias_correction,
+            maximize=options.maximize,
+            grad_scale=grad_scale,
+            advance=advance,
+            **where,
+        )
 
 
 def advance_steps(device: torch.device, steps: list[Tensor], found_inf: Tensor | None = None) -> None:
@@ -321,7 +324,8 @@ def advance_steps(device: torch.device, steps: list[Tensor], found_inf: Tensor |
                 step.add_(1)
         return
     counters = array("q", [_address(step, device) for step in steps])
-    _module_for(device).advance_steps(counters, **_place(device), found_inf_address=_address(found_inf, device))
+    with _current(device):
+        _module_for(device).advance_steps(counters, **_place(device), found_inf_address=_address(found_inf, device))
 
 
 def decode(state: Tensor, out: Tensor, *, scale: Tensor | None = None, root: bool = False, first: int = 0) -> None:
@@ -367,7 +371,8 @@ def refresh_master(param: Tensor, master: Tensor, *, scale: Tensor | None = None
 
 def _convert(device: torch.device, what: str, *arguments: int, **options: int) -> None:
     where = _place(device) if device.type == "cuda" else {"threads": num_threads()}
-    getattr(_module_for(device), what)(*arguments, **where, **options)
+    with _current(device):
+        getattr(_module_for(device), what)(*arguments, **where, **options)
 
 
 def _stored(state: Tensor, scale: Tensor | None, first: int, root: bool = False) -> tuple[int, dict[str, int]]:
@@ -405,10 +410,16 @@ def _module_for(device: torch.device):
 def _cuda_for(device: torch.device):
     """The CUDA module, once it is known to run on this device."""
     cuda = _native("_cuda", "the CUDA part of ")
-    reason = cuda.why_not(_index(device))
+    with _current(device):
+        reason = cuda.why_not(_index(device))
     if reason:
         raise RuntimeError(f"statestream cannot run on {device}: {reason}")
     return cuda
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Around native calls, which on CUDA are for the current device."""
+    return on_device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _place(device: torch.device) -> dict[str, int]:

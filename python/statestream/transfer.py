@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.cuda_guards import on_stream
 from statestream.row_extras import SCALE_BLOCK
 from statestream.stored import Stored
 from statestream.tensors import flat, is_fake, same_layout
@@ -55,7 +56,7 @@ class _CudaQueues:
         self.copier.wait_stream(self._stream(COMPUTE))
 
     def run(self, queue: str, work: Callable[[], object]) -> None:
-        with torch.cuda.stream(self._stream(queue)):
+        with on_stream(self._stream(queue)):
             work()
 
     def record(self, queue: str) -> torch.cuda.Event:

@@ -1,4 +1,5 @@
-"""Nothing in the package hangs on torch's default dtype or default device: every tensor that is made says both."""
+"""Nothing in the package hangs on torch's default dtype or default device: every tensor that is made says both. And it
+makes no CUDA device or stream current in a way that opens contexts on others."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 PACKAGE = Path(statestream.__file__).parent
+NATIVE = Path(__file__).parents[2] / "csrc"
 
 NO_DEVICE = {"frombuffer"}
 """What makes tensors on the CPU, whatever the default is."""
@@ -115,3 +117,16 @@ def test_control_factories_outside_the_list_take_their_dtype_from_a_tensor(defau
     finally:
         torch.set_default_dtype(before)
     assert {(tensor.dtype, tensor.device.type) for tensor in made} == {(torch.float16, "cpu")}
+
+
+SETTERS = ("torch.cuda.stream(", "torch.cuda.set_device(", "torch.cuda.set_stream(", "StreamContext")
+"""They set a device with cudaSetDevice, which opens a context on it."""
+
+
+def test_devices_and_streams_are_made_current_in_one_place_which_opens_no_context():
+    texts = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    users = {path for path, text in texts.items() if any(setter in text for setter in SETTERS)}
+    # The demo's ranks are processes of its own, each on its device for good.
+    assert users == {"cuda_guards.py", "demo/ranks.py"}
+    native = "".join(path.read_text(encoding="utf-8") for path in NATIVE.rglob("*.[hc]*"))
+    assert native.count("cudaSetDevice(") == 1

@@ -126,7 +126,8 @@ def gpus() -> Findings:
         return
     cuda = importlib.import_module("statestream._cuda")
     for index in range(torch.cuda.device_count()):
-        reason = cuda.why_not(index)
+        with torch.cuda.device(index):
+            reason = cuda.why_not(index)
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
         text = f"{torch.cuda.get_device_name(index)}, {memory:.0f} GiB"
         if reason:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from statestream.cuda_guards import wait_for
+
 __all__ = ["CudaClock", "WallClock"]
 
 
@@ -29,5 +31,5 @@ class CudaClock:
         return event
 
     def seconds(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
+        wait_for(end)
         return begin.elapsed_time(end) / 1e3

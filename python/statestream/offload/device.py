@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.cuda_guards import on_device, on_stream, wait_for
 from statestream.offload.clocks import CudaClock, WallClock
 from statestream.offload.host_memory import HostMemory
 from statestream.offload.worker import Worker
@@ -113,7 +114,7 @@ class CudaDevice:
     def copy(
         self, queue: torch.cuda.Stream, to: Tensor, to_offset: int, source: Tensor, offset: int, nbytes: int
     ) -> None:
-        with torch.cuda.stream(queue):
+        with on_stream(queue):
             to[to_offset : to_offset + nbytes].copy_(source[offset : offset + nbytes], non_blocking=True)
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -128,14 +129,14 @@ class CudaDevice:
         return Worker(flow, self.synchronize)
 
     def synchronize(self, event: torch.cuda.Event) -> None:
-        event.synchronize()
+        wait_for(event)
 
     def drain(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
     def _pin(self, address: int, nbytes: int) -> None:
         # Registering is per context: it must be this device's, not whatever is current.
-        with torch.cuda.device(self.torch_device):
+        with on_device(self.torch_device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
         if code:
             # CUDA remembers the error and would report it at the next kernel launch, whosever that is.
@@ -145,7 +146,7 @@ class CudaDevice:
 
     def _unpin(self, address: int) -> None:
         # Where the interpreter or the driver is going away, the registration goes with it.
-        with contextlib.suppress(AttributeError, RuntimeError, TypeError), torch.cuda.device(self.torch_device):
+        with contextlib.suppress(AttributeError, RuntimeError, TypeError), on_device(self.torch_device):
             with contextlib.suppress(RuntimeError):
                 torch.cuda.synchronize(self.torch_device)  # copies may still be on their way
             torch.cuda.cudart().cudaHostUnregister(address)
