@@ -1,4 +1,4 @@
-"""A CUDA device or stream made current for a while, with no context opened on any other device.
+"""A CUDA device or stream made current for a while, with no context opened on any other device; calls beside captures.
 
 `torch.cuda.stream` sets the former device back with `cudaSetDevice`, which opens a context there if there is none. A
 thread that has chosen no device is on GPU 0: each rank's helper threads would take hundreds of MiB of that one.
@@ -9,13 +9,19 @@ torch remembers it in any case. Calls of the runtime that take no device open a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 
-__all__ = ["on_device", "on_stream", "wait_for"]
+__all__ = ["beside_captures", "on_device", "on_stream", "wait_for"]
 
-on_device = torch.cuda.device
+
+def on_device(device: torch.device) -> torch.cuda.device:
+    """Makes the device current."""
+    return torch.cuda.device(device)
 
 
 @contextlib.contextmanager
@@ -34,3 +40,30 @@ def wait_for(event: torch.cuda.Event) -> None:
     """The host waits for a recorded event."""
     with on_device(event.device):
         event.synchronize()
+
+
+_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED: no call of this thread is taken for a mistake in a capture."""
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """For calls that have to do with no capture, wherever they are made from: a finaliser runs in the middle of
+    whatever this thread does. While a graph is captured, here or in another thread, CUDA otherwise fails calls that
+    wait or free memory, and the capture with them."""
+    exchange = _exchange_capture_mode()
+    mode = ctypes.c_int(_RELAXED)
+    exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
+
+
+@cache
+def _exchange_capture_mode() -> Callable[..., Any]:
+    """The driver's, as torch has no function for it; one that does nothing where there is no such driver."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):
+        return lambda mode: None

@@ -10,13 +10,14 @@ Memory, host and device, is a flat uint8 tensor. tests/simulated_device holds a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from statestream.cuda_guards import on_device, on_stream, wait_for
+from statestream.cuda_guards import beside_captures, on_device, on_stream, wait_for
 from statestream.offload.clocks import CudaClock, WallClock
 from statestream.offload.host_memory import HostMemory
 from statestream.offload.worker import Worker
@@ -84,12 +85,14 @@ class CudaDevice:
     def __init__(self, device: torch.device):
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
-        self.memory = HostMemory(self._pin, self._unpin)
         self.clock = CudaClock()
         self.load = torch.cuda.Stream(self.torch_device)
         self.store = torch.cuda.Stream(self.torch_device)
         self.down = torch.cuda.Stream(self.torch_device)
         self.up = torch.cuda.Stream(self.torch_device)
+        here, queues = self.torch_device, (self.load, self.store, self.down, self.up)
+        # Not by this object: its memory would keep it, and be kept by it.
+        self.memory = HostMemory(partial(_pin, here), partial(_unpin, here), partial(_finish, queues))
 
     @property
     def compute(self) -> torch.cuda.Stream:
@@ -134,19 +137,37 @@ class CudaDevice:
     def drain(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    def _pin(self, address: int, nbytes: int) -> None:
-        # Registering is per context: it must be this device's, not whatever is current.
-        with on_device(self.torch_device):
-            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
-        if code:
-            # CUDA remembers the error and would report it at the next kernel launch, whosever that is.
-            with contextlib.suppress(RuntimeError):
-                torch.empty(1, dtype=torch.uint8, device=self.torch_device).fill_(0)
-            raise RuntimeError(f"cudaHostRegister failed with error {code}")
 
-    def _unpin(self, address: int) -> None:
-        # Where the interpreter or the driver is going away, the registration goes with it.
-        with contextlib.suppress(AttributeError, RuntimeError, TypeError), on_device(self.torch_device):
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.synchronize(self.torch_device)  # copies may still be on their way
-            torch.cuda.cudart().cudaHostUnregister(address)
+def _pin(device: torch.device, address: int, nbytes: int) -> None:
+    # Registering is per context: it must be this device's, not whatever is current.
+    with on_device(device):
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    if code:
+        # CUDA remembers the error and would report it at the next kernel launch, whosever that is.
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, dtype=torch.uint8, device=device).fill_(0)
+        raise RuntimeError(f"cudaHostRegister failed with error {code}")
+
+
+# Finalisers call these two: at any moment, on any thread, while a graph is captured. They wait for the device's own
+# copies and for nothing else: to wait for the device would break a capture, and hold the program up for work that has
+# nothing to do with the memory.
+
+
+def _finish(queues: Sequence[torch.cuda.Stream]) -> None:
+    with _in_a_finaliser():
+        for queue in queues:
+            if not queue.query():
+                queue.synchronize()
+
+
+def _unpin(device: torch.device, address: int) -> None:
+    with _in_a_finaliser(), on_device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+@contextlib.contextmanager
+def _in_a_finaliser() -> Iterator[None]:
+    # Where the interpreter or the driver is going away, the registration goes with it.
+    with contextlib.suppress(AttributeError, RuntimeError, TypeError), beside_captures():
+        yield

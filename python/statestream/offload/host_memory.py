@@ -24,6 +24,8 @@ class _Mapping(mmap.mmap):
     """
 
     unpin: Callable[[int], None] | None = None
+    finish: list[Callable[[], None]]
+    """Of each device that it was given out for: waits for the copies that were queued."""
     origin: Origin
     address = 0
 
@@ -32,21 +34,29 @@ class _Mapping(mmap.mmap):
             return
         if self.origin.is_elsewhere():
             self.origin.keep(self)  # or the child would unmap what it has mapped there since
-        else:
-            self.unpin(self.address)
+            return
+        for finish in self.finish:  # the driver would not wait before it gives up the pages
+            finish()
+        self.unpin(self.address)
 
 
 class HostMemory:
     """Gives out host memory in exact blocks, pinned as long as the system allows it.
 
-    `pin(address, nbytes)` pins a block and raises where the system refuses; `unpin(address)` undoes it. The
-    first refusal is one warning, and from then on blocks are pageable. (torch's own pinned allocator would
-    round each block up to a power of two.) A pinned block is not there in a child that this process forks, as data
-    loaders do: the kernel would copy it for each child, or move the parent's pages from under a copy of the GPU's.
+    `pin(address, nbytes)` pins a block and raises where the system refuses; `unpin(address)` undoes it, after
+    `finish()` has waited for copies. The first refusal is one warning, and from then on blocks are pageable.
+    (torch's own pinned allocator would round each block up to a power of two.) A pinned block is not there in a child
+    that this process forks, as data loaders do: the kernel would copy it for each child, or move the parent's pages
+    from under a copy of the GPU's.
     """
 
-    def __init__(self, pin: Callable[[int, int], None] | None = None, unpin: Callable[[int], None] | None = None):
-        self._pin, self._unpin = pin, unpin
+    def __init__(
+        self,
+        pin: Callable[[int, int], None] | None = None,
+        unpin: Callable[[int], None] | None = None,
+        finish: Callable[[], None] = lambda: None,
+    ):
+        self._pin, self._unpin, self._finish = pin, unpin, finish
         self._mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
 
     @property
@@ -62,7 +72,7 @@ class HostMemory:
         _advise(mapping, "MADV_HUGEPAGE")
         with torch.inference_mode(False):
             block = torch.frombuffer(mapping, dtype=torch.uint8)
-        mapping.origin, mapping.address = Origin(), block.data_ptr()
+        mapping.address, mapping.finish = block.data_ptr(), []
         self._keep(mapping)
         return block
 
@@ -73,6 +83,7 @@ class HostMemory:
 
     def _keep(self, mapping: _Mapping) -> None:
         self._mappings.add(mapping)
+        mapping.finish.append(self._finish)
         if self._pin is None or mapping.unpin is not None:
             return
         try:
@@ -87,7 +98,7 @@ class HostMemory:
                 stacklevel=3,
             )
         else:
-            mapping.unpin = self._unpin
+            mapping.origin, mapping.unpin = Origin(), self._unpin
             _advise(mapping, "MADV_DONTFORK")
 
 
