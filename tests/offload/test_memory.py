@@ -12,14 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload import device as device_module
+from statestream.offload import store as store_module
 from statestream.offload.arena import Arena
 from statestream.offload.device import CudaDevice, HostDevice, device_for
 from statestream.offload.host_memory import HostMemory
-from statestream.offload.plan import GRAIN_ELEMENTS
+from statestream.offload.plan import GRAIN_ELEMENTS, Unit
+from statestream.offload.store import Entry
 
-from .conftest import Pinning, assert_same_training, make_params, set_grads, train
+from .conftest import Counting, Pinning, assert_same_training, make_params, set_grads, train
 
 MiB = 1 << 20
 
@@ -124,6 +128,103 @@ def test_pinning_refused_at_the_nth_request(refuse_from, on_device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.add_param_group({"params": make_params(torch.bfloat16, seed=5)})
+
+
+# ---- arenas of bounded size: each is pinned at once ----
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20), st.booleans()), min_size=1, max_size=30))
+def test_banks_are_as_long_as_their_largest_arena_allows(drawn):
+    """Units that are joined stay together, and a unit that is larger than an arena has one to itself."""
+    entries, most = [], store_module.ARENA_BYTES // 16
+    for number, (a, b, joined) in enumerate(drawn):
+        unit = Unit((a * most, b * most), joined=joined and number > 0)
+        entries.append(Entry(torch.empty(0), unit, (0, 0)))
+    runs = store_module._runs(("exp_avg", "exp_avg_sq"), entries)
+    assert [entry for run in runs for entry in run] == entries
+
+    def largest(run):
+        return max(sum(entry.unit.sizes[kind] for entry in run) for kind in range(2))
+
+    for run, following in zip(runs, [*runs[1:], None], strict=True):
+        assert not run[0].unit.joined or run[0] is entries[0]
+        single = len(run) == 1 or all(entry.unit.joined for entry in run[1:])
+        assert largest(run) <= store_module.ARENA_BYTES or single or run[-1].unit.joined
+        if following is not None:
+            assert largest([*run, following[0]]) > store_module.ARENA_BYTES
+
+
+@pytest.mark.parametrize("refuse_from", [0, 1, 4, None])
+@pytest.mark.parametrize("name", ["fused_adam", "adamw"])
+def test_a_refusal_costs_an_arena_and_those_after_it(name, refuse_from, on_device, monkeypatch):
+    monkeypatch.setattr(store_module, "ARENA_BYTES", 16384)
+    params, reference = make_params(), make_params()
+    pinning = Pinning(refuse_from)
+    on_device(host_device_with(pinning))
+    make = {"fused_adam": FusedAdam, "adamw": torch.optim.AdamW}[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = CPUOffloadOptimizer(make(params, lr=0.1), 20_000)
+    said = [warning for warning in caught if "could not be pinned" in str(warning.message)]
+    assert len(said) == (refuse_from is not None)
+    assert len(pinning.pinned) == (refuse_from if said else pinning.requests)
+    assert pinning.requests > (4 if refuse_from is None else refuse_from)
+    assert max(pinning.pinned.values(), default=0) <= 16384
+    assert optimizer.pinned_bytes == sum(pinning.pinned.values())
+    assert said or optimizer.pinned_bytes == optimizer.host_state_bytes
+    train(optimizer, params, range(3))
+    plain = make(reference, lr=0.1)
+    train(plain, reference, range(3))
+    assert_same_training(params, optimizer, reference, plain)
+    del optimizer, plain
+    gc.collect()
+    assert not pinning.pinned
+
+
+def test_no_copy_and_no_state_is_in_two_blocks(on_device, monkeypatch):
+    """CUDA refuses to copy what lies in two that are pinned: ours, and a program's copies of state that it is given."""
+    monkeypatch.setattr(store_module, "ARENA_BYTES", 16384)
+    pinning = Pinning()
+    device = Counting()
+    device.memory, copy, copies = HostMemory(pinning.pin, pinning.unpin), device.copy, []
+
+    def noted(queue, to, to_offset, source, offset, nbytes):
+        copies.append((to.data_ptr() + to_offset, nbytes))
+        copies.append((source.data_ptr() + offset, nbytes))
+        copy(queue, to, to_offset, source, offset, nbytes)
+
+    device.copy = noted
+    on_device(device)
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 60_000, cpu_fraction=0.5)
+    train(optimizer, params, range(2))
+    spans = [(address, address + nbytes) for address, nbytes in pinning.pinned.items()]
+    views = [(t.data_ptr(), t.nbytes) for p in params for t in optimizer.state[p].values() if t.numel() > 1]
+    seen = 0
+    for address, nbytes in copies + views:
+        inside = [span for span in spans if span[0] < address + nbytes and address < span[1]]
+        seen += bool(inside)
+        assert len(inside) < 2 and all(begin <= address and address + nbytes <= end for begin, end in inside)
+    assert seen > len(views) > 8
+
+
+def test_memory_refused_for_a_second_bank_leaves_no_first_one(on_device, monkeypatch):
+    monkeypatch.setattr(store_module, "ARENA_BYTES", 16384)
+    block, asked = HostMemory.block, []
+
+    def refused(memory, nbytes):
+        asked.append(nbytes)
+        if len(asked) > 3:
+            raise OSError(12, "Cannot allocate memory")
+        return block(memory, nbytes)
+
+    pinning = Pinning()
+    device = on_device(host_device_with(pinning))
+    monkeypatch.setattr(HostMemory, "block", refused)
+    with pytest.raises(OSError, match="Cannot allocate"):
+        CPUOffloadOptimizer(FusedAdam(make_params()), 20_000)
+    gc.collect()
+    assert len(asked) == 4 and not pinning.pinned and device.memory.pinned_bytes == 0
 
 
 def test_each_parameter_begins_on_a_boundary_of_256_elements():
@@ -260,34 +361,72 @@ class NoContext:
         return False
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_cuda_pins_by_registering_exact_ranges(code, monkeypatch):
-    """Against a stand-in for the CUDA runtime; the real one runs in tests/cuda."""
-    cudart, cleared, synchronized = FakeCudart(code), [], []
-    monkeypatch.setattr(torch.cuda, "Stream", NoContext)
+class FakeStream(NoContext):
+    """`busy`: copies that are on their way."""
+
+    def __init__(self, *_):
+        self.busy = False
+
+    def query(self) -> bool:
+        return not self.busy
+
+    def synchronize(self) -> None:
+        self.busy = False
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    """A stand-in for the CUDA runtime; the real one runs in tests/cuda. What waits for the whole device is an error."""
+    cudart = FakeCudart(0)
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "device", NoContext)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: synchronized.append(device))
+    monkeypatch.setattr(torch.cuda, "synchronize", None)
+    return cudart
+
+
+def test_cuda_pins_by_registering_exact_ranges(cudart):
     device = CudaDevice(torch.device("cuda", 3))
-    if code:
-        real_empty = torch.empty
-
-        def empty(*shape, **where):
-            cleared.extend(where.values())
-            return real_empty(*shape)
-
-        monkeypatch.setattr(device_module.torch, "empty", empty)
-        with pytest.warns(RuntimeWarning, match="error 2"):
-            block = device.memory.block(5000)
-        assert cleared, "CUDA's error was left for the next kernel launch"
-        assert block.numel() == 5000 and device.memory.pinned_bytes == 0
-        return
     block = device.memory.block(5000)
     assert cudart.registered == {block.data_ptr(): 5000} and device.memory.pinned_bytes == 5000
     del block
-    gc.collect()
     assert not cudart.registered
-    assert synchronized == [torch.device("cuda", 3)], "unpinned while copies may be on their way"
+
+
+def test_an_error_of_pinning_is_not_left_for_the_next_kernel_launch(cudart, monkeypatch):
+    cudart.code, cleared, real_empty = 2, [], torch.empty
+
+    def empty(*shape, **where):
+        cleared.extend(where.values())
+        return real_empty(*shape)
+
+    device = CudaDevice(torch.device("cuda", 3))
+    monkeypatch.setattr(device_module.torch, "empty", empty)
+    with pytest.warns(RuntimeWarning, match="error 2"):
+        block = device.memory.block(5000)
+    assert cleared
+    assert block.numel() == 5000 and device.memory.pinned_bytes == 0
+
+
+@pytest.mark.parametrize("queue", ["load", "store", "down", "up"])
+def test_memory_is_unpinned_once_its_own_copies_are_done(cudart, queue, monkeypatch):
+    """Those of every device that it was used for: a model may have moved from one GPU to another. No other stream is
+    waited for, nor the device: that would break a capture that is going on."""
+    first, second = (CudaDevice(torch.device("cuda", index)) for index in range(2))
+    block = first.memory.block(5000)
+    second.memory.take_over(first.memory)
+    streams = [getattr(device, queue) for device in (first, second)]
+    busy_at_the_end = []
+
+    def unregister(address):
+        busy_at_the_end.extend(stream.busy for stream in streams)
+        del cudart.registered[address]
+
+    monkeypatch.setattr(cudart, "cudaHostUnregister", unregister)
+    for stream in streams:
+        stream.busy = True
+    del block
+    assert not cudart.registered and busy_at_the_end == [False, False]
 
 
 def test_freed_memory_of_a_gpu_is_gone_whoever_holds_the_tensor():

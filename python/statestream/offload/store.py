@@ -15,7 +15,13 @@ from statestream.offload.plan import Piece, Plan, Unit, make_plan
 from statestream.offload.share import cut_at, device_units, host_chunks
 from statestream.tensors import is_dtensor, local_of
 
-__all__ = ["Entry", "Home", "StateStore", "compact_copy", "largest_shard"]
+__all__ = ["ARENA_BYTES", "Entry", "Home", "StateStore", "compact_copy", "largest_shard"]
+
+
+ARENA_BYTES = 2 << 30
+"""An arena is pinned at once. A system that refuses one has pinned those before it, and drivers refuse hundreds of GiB
+at once that they take in parts. It is cut between units: CUDA refuses a copy of what lies in two pinned blocks, and a
+program may copy any tensor of the state."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +101,19 @@ class StateStore:
         return self.layout.plan
 
     def add(self, kinds: Sequence[str], entries: Sequence[Entry]) -> None:
-        """One bank more, with an arena for each kind."""
-        grains = [[e.unit.sizes[k] // e.unit.grains for e in entries] for k in range(len(kinds))]
-        arenas = [
-            Arena(kind, [e.local_sizes[k] for e in entries], grains[k], self.memory) for k, kind in enumerate(kinds)
-        ]
-        bank = Bank(sum(map(len, self._units)), [e.param for e in entries], arenas)
-        self.banks.append(bank)
-        self._units.append([e.unit for e in entries])
-        for index, entry in enumerate(entries):
-            self.homes[id(entry.param)] = Home(entry.param, bank, index)
+        """Banks more, each with an arena for each kind. All of them or, after an error, none."""
+        banks, first = [], sum(map(len, self._units))
+        for run in _runs(kinds, entries):
+            grains = [[e.unit.sizes[k] // e.unit.grains for e in run] for k in range(len(kinds))]
+            arenas = [
+                Arena(kind, [e.local_sizes[k] for e in run], grains[k], self.memory) for k, kind in enumerate(kinds)
+            ]
+            banks.append((Bank(first, [e.param for e in run], arenas), run))
+            first += len(run)
+        for bank, run in banks:
+            self.banks.append(bank)
+            self._units.append([e.unit for e in run])
+            self.homes.update((id(e.param), Home(e.param, bank, index)) for index, e in enumerate(run))
         self._layout = None
 
     def home(self, param: Tensor) -> Home | None:
@@ -126,6 +135,21 @@ class StateStore:
             bank.first = first
             first += len(units)
         self._layout = None
+
+
+def _runs(kinds: Sequence[str], entries: Sequence[Entry]) -> list[Sequence[Entry]]:
+    """Entries in runs, in order, of which no arena takes more than ARENA_BYTES, if it is of more than one unit. The
+    largest shards decide, so that all ranks have the same banks."""
+    runs: list[list[Entry]] = []
+    held = [0] * len(kinds)
+    for entry in entries:
+        sizes = entry.unit.sizes[: len(kinds)]
+        held = [a + b for a, b in zip(held, sizes, strict=True)]
+        if not runs or (max(held, default=0) > ARENA_BYTES and not entry.unit.joined):
+            runs.append([])
+            held = list(sizes)
+        runs[-1].append(entry)
+    return runs
 
 
 def largest_shard(param: Tensor) -> tuple[int, ...]:
