@@ -111,7 +111,7 @@ class Toolkit:
 
     def flags(self) -> list[str]:
         flags = list(NVCC_EXACT)
-        if self.release >= (12, 8):
+        if self.release >= (13, 0):  # 12.8 has it too, and drivers that serve 12.1 to 12.3 do not load what it makes
             flags.append("--compress-mode=size")
         for arch in self.architectures().split(";"):
             number = arch.removesuffix("+PTX")

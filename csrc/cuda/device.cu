@@ -8,6 +8,9 @@
 namespace statestream {
 namespace {
 
+// CUDA 12.1, as cudaDriverGetVersion has it: kernels have up to 32 KB of parameters.
+constexpr int kOldestDriver = 12010;
+
 std::string version(int v) { return std::to_string(v / 1000) + "." + std::to_string(v % 1000 / 10); }
 
 std::string in_words(cudaError_t error) {
@@ -19,6 +22,7 @@ std::string reason(cudaError_t error, int device) {
   switch (error) {
     case cudaErrorInsufficientDriver:
     case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorInvalidKernelImage:  // made by an nvcc that the driver does not know yet
       (void)cudaDriverGetVersion(&driver);
       (void)cudaRuntimeGetVersion(&runtime);
       if (!driver) return std::string("there is no NVIDIA driver [") + cudaGetErrorName(error) + "]";
@@ -47,6 +51,10 @@ std::string why_not(int device) {
     (void)cudaGetLastError();
     return reason(error, device);
   }
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) == cudaSuccess && driver < kOldestDriver)
+    return "the NVIDIA driver serves CUDA " + version(driver) + ", and the kernels' parameters need " +
+           version(kOldestDriver) + ": update the driver to 530 or later";
   if (device < 0 || device >= devices) return "CUDA sees " + std::to_string(devices) + " devices";
   set_device(device);
   if (const cudaError_t error = image_error()) {

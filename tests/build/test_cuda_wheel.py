@@ -294,4 +294,14 @@ def test_an_nvcc_that_knows_fewer_architectures_builds_for_those(source, bare_py
     assert done.returncode == 0, done.stderr
     for command in toolkit.compiled():
         assert re.findall(r",code=(\w+)", command) == ["sm_80", "compute_80", "sm_90"]
-        assert "--compress-mode" not in command  # came with 12.8
+
+
+@pytest.mark.parametrize(("release", "compressed"), [("12.4", False), ("12.9", False), ("13.0", True), ("13.1", True)])
+def test_code_is_compressed_only_where_every_driver_that_the_toolkit_needs_can_load_it(
+    release, compressed, source, bare_python, no_nvcc, tmp_path
+):
+    """nvcc 12.8 and 12.9 know the option, and what they make with it drivers of before CUDA 12.4 do not load."""
+    toolkit = FakeToolkit(tmp_path / "toolkit", release=release)
+    done = build(source, bare_python, no_nvcc, CUDA_HOME=str(tmp_path / "toolkit"))
+    assert done.returncode == 0, done.stderr
+    assert {"--compress-mode=size" in command for command in toolkit.compiled()} == {compressed}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from offload.test_fake_cuda import FakeCuda
-from statestream import CPUOffloadOptimizer, FusedAdam, capture, fused_adam
+from statestream import CPUOffloadOptimizer, FusedAdam, capture, fused_adam, kernels
 from statestream.offload.host_memory import HostMemory
 from statestream.transfer import Loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -187,6 +189,12 @@ def a_capture(monkeypatch) -> None:
     optimizer.step()
 
 
+def a_gpu_that_cannot_run(monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "_native", lambda *_: SimpleNamespace(why_not=lambda device: "the driver is too old"))
+    monkeypatch.setattr(kernels, "_current", lambda device: contextlib.nullcontext())
+    kernels._cuda_for.__wrapped__(torch.device("cuda", 0))
+
+
 def drop(name: str) -> Callable[[dict], object]:
     return lambda state: state["state"][0].pop(name)
 
@@ -208,6 +216,7 @@ CASES: list[Callable[..., object]] = [
     lambda: CPUOffloadOptimizer(torch.optim.AdamW([param(), param()]), 1000),
     lambda: HostMemory(refuse_to_pin).block(4096),
     missing_module,
+    a_gpu_that_cannot_run,
     lambda: load(stepped(5, 4), stepped(4, 5)),
     another_sharding,
     lambda: load(stepped(), stepped(), drop("exp_avg_sq")),

@@ -129,6 +129,14 @@ def test_a_gpu_without_the_cuda_module_is_a_problem(gpu, monkeypatch):
     assert "cuda:0" not in said
 
 
+@pytest.mark.parametrize(("version", "verdict"), [(12000, Verdict.PROBLEM), (12010, Verdict.OK)])
+def test_a_driver_that_is_too_old_for_the_kernels_is_a_problem(gpu, monkeypatch, version, verdict):
+    monkeypatch.setattr(checks, "_driver_version", lambda: version)
+    finding = found("driver")["NVIDIA driver"]
+    assert finding.verdict is verdict
+    assert finding.verdict is Verdict.OK or "530 or later" in finding.advice
+
+
 class CudaModule:
     ARCHS = "80;90"
 

@@ -18,6 +18,7 @@ from statestream.doctor.findings import Finding, Verdict
 __all__ = ["examine"]
 
 OLDEST_TORCH = (2, 9)
+OLDEST_DRIVER = 12010
 _REBUILD = "build it: pip install --force-reinstall --no-deps statestream (from a checkout: pip install .)"
 _BUILD_CUDA = "put nvcc 12.1 or later on PATH (or in CUDA_HOME) and build: STATESTREAM_CUDA=1 pip install ."
 _PIN_BYTES = 64 << 20
@@ -78,8 +79,13 @@ def driver() -> Findings:
     version = _driver_version()
     if version is None:
         yield Finding("NVIDIA driver", Verdict.NOTE, "none: everything runs on the CPU")
+        return
+    text = f"serves CUDA {version // 1000}.{version % 1000 // 10}"
+    if version < OLDEST_DRIVER:
+        advice = "update it to 530 or later: kernels have up to 32 KB of parameters, which came with CUDA 12.1"
+        yield Finding("NVIDIA driver", Verdict.PROBLEM, text, advice)
     else:
-        yield Finding("NVIDIA driver", Verdict.OK, f"serves CUDA {version // 1000}.{version % 1000 // 10}")
+        yield Finding("NVIDIA driver", Verdict.OK, text)
 
 
 def torch_cuda() -> Findings:
