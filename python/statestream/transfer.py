@@ -31,7 +31,10 @@ COMPUTE, COPY = "compute", "copy"
 
 
 class _AtOnce:
-    """Queues for fake tensors and for tensors that are all in host memory: there is nothing to overlap with."""
+    """Queues for fake tensors and for tensors in host memory: there is nothing to overlap with."""
+
+    def take(self, buffer: Tensor) -> None:
+        pass
 
     def run(self, queue: str, work: Callable[[], object]) -> None:
         work()
@@ -52,7 +55,11 @@ class _CudaQueues:
     def __init__(self, device: torch.device):
         self.device = device
         self.copier = torch.cuda.Stream(device)
-        # Memory that is new to the caller may still be in use by work that was queued before.
+        # Work that was queued before may still write the states that are copied, or read those that are written.
+        self.copier.wait_stream(self._stream(COMPUTE))
+
+    def take(self, buffer: Tensor) -> None:
+        """Before `buffer`, which is new, is used: work that was queued before may still use its memory."""
         self.copier.wait_stream(self._stream(COMPUTE))
 
     def run(self, queue: str, work: Callable[[], object]) -> None:
@@ -76,21 +83,27 @@ class _CudaQueues:
         return self.copier if queue == COPY else torch.cuda.current_stream(self.device)
 
 
-def _queues_for(buffer: Tensor) -> _AtOnce | _CudaQueues:
-    return _CudaQueues(buffer.device) if buffer.device.type == "cuda" and not is_fake(buffer) else _AtOnce()
+def _queues_for(tensor: Tensor) -> _AtOnce | _CudaQueues:
+    return _CudaQueues(tensor.device) if tensor.device.type == "cuda" and not is_fake(tensor) else _AtOnce()
+
+
+def _queue_between(source: Tensor, target: Tensor) -> str:
+    """Where a copy is queued: beside the kernels if it crosses between devices."""
+    return COMPUTE if source.device == target.device else COPY
 
 
 class _Staging:
     """Two halves of at most `nbytes` in all on one device, each free again after an event."""
 
-    def __init__(self, device: torch.device, nbytes: int):
+    def __init__(self, device: torch.device, nbytes: int, queues: Any):
         self.half_elements = half = nbytes // 2 // _FP32_BYTES // SCALE_BLOCK * SCALE_BLOCK
         buffer = torch.empty(2 * half, dtype=torch.float32, device=device)
         self.halves = (buffer[:half], buffer[half:])
         self.nbytes = 2 * half * _FP32_BYTES
         self.free: list[Any] = [None, None]
         self.turn = 0
-        self.queues = _queues_for(buffer)
+        self.queues = queues
+        queues.take(buffer)
 
     def pass_through(
         self,
@@ -115,50 +128,56 @@ class _Staging:
 
 
 class _Transfer:
-    """What export and load have in common: staging for each device, and waiting for every copy, once."""
+    """What export and load have in common: queues and staging for each device, and waiting for all of it, once."""
 
     def __init__(self, staging_bytes: int):
         self.staging_bytes = staging_bytes
+        self._queues: dict[torch.device, Any] = {}
         self._stagings: dict[torch.device, _Staging] = {}
-        self._devices: set[torch.device] = set()
         self.staging_taken = 0
         """Bytes of device memory."""
 
-    def staging(self, device: torch.device) -> _Staging:
+    def queues(self, tensor: Tensor) -> Any:
+        """Those of the tensor's device."""
+        if tensor.device not in self._queues:
+            self._queues[tensor.device] = _queues_for(tensor)
+        return self._queues[tensor.device]
+
+    def staging(self, tensor: Tensor) -> _Staging:
+        """That of the tensor's device."""
+        device = tensor.device
         if device not in self._stagings:
-            self._stagings[device] = _Staging(device, self.staging_bytes)
+            self._stagings[device] = _Staging(device, self.staging_bytes, self.queues(tensor))
             self.staging_taken += self._stagings[device].nbytes
         return self._stagings[device]
-
-    def queued_on(self, tensor: Tensor) -> None:
-        if tensor.device.type == "cuda" and not is_fake(tensor):
-            self._devices.add(tensor.device)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Waits for the copies and frees the staging memory, after an error too."""
-        for staging in self._stagings.values():
-            staging.queues.finish()
-        for device in self._devices:
-            torch.cuda.current_stream(device).synchronize()
+        """Waits for all that was queued and frees the staging memory, after an error too."""
+        for queues in self._queues.values():
+            queues.finish()
+        self._queues.clear()
         self._stagings.clear()
-        self._devices.clear()
 
 
 class Exporter(_Transfer):
-    """Copies local states to host tensors, which are filled when the context is left."""
+    """Copies local states to host tensors, which are filled when the context is left.
+
+    What is copied as it is has nothing to wait for but the work before the export: it goes to the copy queue at once,
+    beside decodes of other states.
+    """
 
     def copy(self, state: Stored, host: Tensor) -> None:
         """`host` has the state's layout, and dtype float32, or the state's own where that is how it is exported."""
         source, target = state.local, flat(host)
         if source.numel() == 0:
             return
-        self.queued_on(source)
+        queue, queues = _queue_between(source, target), self.queues(source)
         if source.dtype is target.dtype:
-            target.copy_(flat(source), non_blocking=True)
-        elif source.device == target.device:
+            queues.run(queue, lambda: target.copy_(flat(source), non_blocking=True))
+        elif queue == COMPUTE:
             state.decode(target)
         else:
             self._through_staging(state, target)
@@ -170,7 +189,7 @@ class Exporter(_Transfer):
         def send(begin: int, end: int, half: Tensor) -> None:
             target[begin:end].copy_(half, non_blocking=True)
 
-        self.staging(state.local.device).pass_through(target.numel(), (COMPUTE, decode), (COPY, send))
+        self.staging(state.local).pass_through(target.numel(), (COMPUTE, decode), (COPY, send))
 
 
 class Loader(_Transfer):
@@ -183,11 +202,11 @@ class Loader(_Transfer):
             return
         converted = values.dtype is not local.dtype or state.scale is not None
         if converted and not self._is_encoded_at_once(values, state):
-            self.staging(local.device)
+            self.staging(local)
 
     @staticmethod
     def _is_encoded_at_once(values: Tensor, state: Stored) -> bool:
-        same_place = values.device == state.local.device and same_layout(values, state.local)
+        same_place = _queue_between(values, state.local) == COMPUTE and same_layout(values, state.local)
         return same_place and values.dtype is torch.float32
 
     def copy(self, values: Tensor, state: Stored) -> None:
@@ -195,12 +214,13 @@ class Loader(_Transfer):
         local = state.local
         if local.numel() == 0:
             return
-        self.queued_on(local)
-        self.queued_on(values)
+        queues = self.queues(local)
+        self.queues(values)  # a device that is read from is waited for as well
         if not same_layout(values, local):
             self._through_staging(_in_memory_order(values, local), state)
         elif values.dtype is local.dtype and state.scale is None:
-            flat(local).copy_(flat(values), non_blocking=True)
+            # The states' own memory: nothing of this load has to be done with it before.
+            queues.run(_queue_between(values, local), lambda: flat(local).copy_(flat(values), non_blocking=True))
         elif self._is_encoded_at_once(values, state):
             state.encode(flat(values))
         else:
@@ -222,8 +242,8 @@ class Loader(_Transfer):
         def encode(begin: int, end: int, half: Tensor) -> None:
             state.encode(half, begin)
 
-        crosses = COMPUTE if source.device == target.device else COPY
-        self.staging(target.device).pass_through(target.numel(), (crosses, fetch), (COMPUTE, encode))
+        crosses = _queue_between(source, target)
+        self.staging(target).pass_through(target.numel(), (crosses, fetch), (COMPUTE, encode))
 
 
 def _gather(source: Tensor, begin: int, out: Tensor) -> None:

@@ -26,17 +26,23 @@ SIZES = [1, 511, 512, 513, 1024, 5000, 3]
 class LateQueues:
     """Two queues whose work is done as late, and in as odd an order, as the events allow."""
 
-    def __init__(self, seed: int, buffer: torch.Tensor, forget: Callable[[str, object], bool] | None = None):
+    def __init__(self, seed: int, forget: Callable[[str, object], bool] | None = None):
         self.random = random.Random(seed)
         self.pending: dict[str, list[tuple[str, object]]] = {transfer.COMPUTE: [], transfer.COPY: []}
         self.done: set[int] = set()
         self.events = 0
         self.forget = forget or (lambda queue, event: False)
-        # The caller's queue may still be at work on memory that is new to it; the copier is made to wait.
+        self.log: list[str] = []
+        self.taken = 0
+
+    def take(self, buffer):
+        """The caller's queue may still be at work on memory that is new to it; the copier is made to wait."""
+        self.taken += 1
         self.run(transfer.COMPUTE, lambda: buffer.fill_(torch.nan))
         self.wait(transfer.COPY, self.record(transfer.COMPUTE))
 
     def run(self, queue, work):
+        self.log.append(queue)
         self.pending[queue].append(("work", work))
         while self.random.random() < 0.4 and self._advance():
             pass
@@ -71,8 +77,12 @@ class LateQueues:
         return True
 
 
-def late(monkeypatch, seed: int, forget=None) -> None:
-    monkeypatch.setattr(transfer, "_queues_for", lambda buffer: LateQueues(seed, buffer, forget))
+def late(monkeypatch, seed: int, forget=None) -> LateQueues:
+    """Every copy is one between a GPU and the host, and these are the GPU's queues."""
+    queues = LateQueues(seed, forget)
+    monkeypatch.setattr(transfer, "_queues_for", lambda tensor: queues)
+    monkeypatch.setattr(transfer, "_queue_between", lambda source, target: transfer.COPY)
+    return queues
 
 
 def values_of_sizes() -> list[torch.Tensor]:
@@ -97,7 +107,7 @@ def export(sources: list[Stored]) -> list[torch.Tensor]:
     hosts = [torch.full((source.local.numel(),), torch.inf) for source in sources]
     with Exporter(BYTES) as exporter:
         for source, host in zip(sources, hosts, strict=True):
-            exporter._through_staging(source, host)
+            exporter.copy(source, host)
     return hosts
 
 
@@ -105,22 +115,12 @@ def load(values: list[torch.Tensor], dtype: torch.dtype) -> list[Stored]:
     targets = [empty_state(value, dtype) for value in values]
     with Loader(BYTES) as loader:
         for value, target in zip(values, targets, strict=True):
-            loader._through_staging(value, target)
+            loader.copy(value, target)
     return targets
 
 
-def load_across(monkeypatch, values: list[torch.Tensor], dtype: torch.dtype) -> list[Stored]:
-    """As a load from the host to a GPU, whose copies are the other queue's."""
-    through = transfer._Staging.pass_through
-
-    def crossing(self, n, fill, empty):
-        through(self, n, (transfer.COPY, fill[1]), empty)
-
-    monkeypatch.setattr(transfer._Staging, "pass_through", crossing)
-    return load(values, dtype)
-
-
-each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.uint8], ids=str)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @each_dtype
@@ -137,10 +137,37 @@ def test_an_export_is_right_in_every_order(monkeypatch, seed, dtype):
 def test_a_load_is_right_in_every_order(monkeypatch, seed, dtype):
     late(monkeypatch, seed)
     values = [v.abs() for v in values_of_sizes()]
-    for target, value in zip(load_across(monkeypatch, values, dtype), values, strict=True):
+    for target, value in zip(load(values, dtype), values, strict=True):
         whole = stored(value, dtype)
         assert torch.equal(target.local, whole.local)
         assert whole.scale is None or torch.equal(target.scale, whole.scale)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_states_of_every_dtype_in_one_export_and_one_load(monkeypatch, seed):
+    """What is copied as it is lies in the copy queue between the copies of what is staged."""
+    queues = late(monkeypatch, seed)
+    values = [v.abs() for v in values_of_sizes()]
+    dtypes = [DTYPES[i % len(DTYPES)] for i in range(len(values))]
+    sources = [stored(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
+    for host, source in zip(export(sources), sources, strict=True):
+        assert torch.equal(host, source.values())
+    targets = [empty_state(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
+    with Loader(BYTES) as loader:
+        for value, target in zip(values, targets, strict=True):
+            loader.copy(value, target)
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(source.local, target.local)
+    assert set(queues.log) == {transfer.COMPUTE, transfer.COPY}
+    assert queues.taken == 2, "staging was used before work on the same memory was over"
+
+
+def test_what_is_copied_as_it_is_does_not_wait_for_decodes(monkeypatch):
+    queues = late(monkeypatch, 0)
+    values = values_of_sizes()
+    export([stored(value, torch.float32) for value in values])
+    load(values, torch.float32)
+    assert queues.log == [transfer.COPY] * 2 * len(values)
 
 
 @pytest.mark.parametrize("direction", ["export", "load"])
@@ -156,7 +183,7 @@ def test_each_wait_is_needed(monkeypatch, direction, queue):
             if direction == "export":
                 found = export([stored(value, torch.bfloat16) for value in values])
             else:
-                found = [state.local.float() for state in load_across(patch, values, torch.bfloat16)]
+                found = [state.local.float() for state in load(values, torch.bfloat16)]
         wrong += not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert wrong > 0
 
@@ -230,9 +257,11 @@ GPU = torch.device("cuda:0")
 
 
 def test_the_copier_waits_for_what_was_queued_before_it(monkeypatch):
+    """Before it copies a state, and before it uses memory that is new."""
     streams = Streams(monkeypatch)
-    transfer._CudaQueues(GPU)
-    assert streams.asked == [("copier of cuda:0", "waits for compute of cuda:0")]
+    queues = transfer._CudaQueues(GPU)
+    queues.take(torch.empty(1))
+    assert streams.asked == [("copier of cuda:0", "waits for compute of cuda:0")] * 2
 
 
 def test_the_end_of_staged_copies_is_that_of_both_queues(monkeypatch):
@@ -245,11 +274,13 @@ def test_the_end_of_staged_copies_is_that_of_both_queues(monkeypatch):
 
 def test_leaving_waits_for_each_device_that_was_queued_on(monkeypatch):
     streams = Streams(monkeypatch)
+    monkeypatch.setattr(transfer, "is_fake", lambda tensor: False)
     with Exporter(BYTES) as exporter:
         for device in (GPU, GPU, torch.device("cuda:1"), torch.device("cpu")):
-            exporter.queued_on(SimpleNamespace(device=device))
-        assert streams.asked == []
-    assert sorted(streams.asked) == [(f"compute of cuda:{i}", "synchronize") for i in (0, 1)]
+            exporter.queues(SimpleNamespace(device=device))
+        streams.asked.clear()
+    ends = [(f"{queue} of cuda:{i}", "synchronize") for queue in ("compute", "copier") for i in (0, 1)]
+    assert sorted(streams.asked) == ends
 
 
 @pytest.mark.parametrize("strided", [False, True])
