@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["beside_captures", "on_device", "on_stream", "wait_for"]
+__all__ = ["beside_captures", "on_device", "on_stream", "wait_for", "wait_for_all_devices"]
 
 
 def on_device(device: torch.device) -> torch.cuda.device:
@@ -40,6 +40,13 @@ def wait_for(event: torch.cuda.Event) -> None:
     """The host waits for a recorded event."""
     with on_device(event.device):
         event.synchronize()
+
+
+def wait_for_all_devices() -> None:
+    """The host waits for all work that was queued on the devices that this process uses."""
+    for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+        if torch._C._cuda_hasPrimaryContext(index):
+            torch.cuda.synchronize(index)
 
 
 _RELAXED = 2

@@ -3,6 +3,10 @@
 torch's pinned allocator rounds each block up to a power of two, so that a tensor just above one takes twice
 its bytes. Here tensors share blocks that are themselves powers of two, and each still has a storage of its
 own bytes alone: whatever saves, copies or pickles one of them never takes the whole block with it.
+
+torch's allocator does not know such a storage for a part of its block: it is not told of a `non_blocking` copy to a GPU
+that reads one. So a block is not given back when the last of its tensors dies, but rests until the next export, which
+waits for all that was queued on the devices before it gives back what rests.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from statestream.cuda_guards import wait_for_all_devices
 from statestream.forks import Origin
 
 __all__ = ["MOST", "Block", "host_tensors", "pack"]
@@ -82,6 +87,7 @@ def host_tensors(
     `allocate(nbytes)` gives a pinned block as a flat uint8 tensor; torch's allocator by default. Once it refuses,
     with one warning, the rest is pageable, and so is an item that `pack` finds no place for.
     """
+    _give_back()
     allocate = allocate or _pinned_block
     sizes = [like.numel() * dtype.itemsize for like, dtype in zip(likes, dtypes, strict=True)]
     tensors: dict[int, Tensor] = {}
@@ -98,7 +104,7 @@ def host_tensors(
             )
             break
         buffer = (ctypes.c_byte * block.nbytes).from_address(memory.data_ptr())
-        buffer.lease = _Lease(memory)  # each tensor keeps the buffer, and the buffer the block
+        buffer.lease = _Lease(memory, Origin())  # each tensor keeps the buffer, and the buffer the block
         for i, offset in block.offsets.items():
             values = torch.frombuffer(buffer, dtype=dtypes[i], count=likes[i].numel(), offset=offset)
             tensors[i] = values.as_strided(likes[i].shape, likes[i].stride())
@@ -108,15 +114,28 @@ def host_tensors(
     ]
 
 
+_resting: list[_Lease] = []
+"""Of blocks without tensors, which copies that were queued before may still read."""
+
+
+def _give_back() -> None:
+    blocks = [_resting.pop() for _ in range(len(_resting))]
+    if blocks:
+        wait_for_all_devices()
+        blocks.clear()
+
+
 class _Lease:
-    """Keeps a block for the tensors in it."""
+    """Keeps a block for the tensors in it, and then lets it rest."""
 
-    def __init__(self, memory: Tensor):
-        self._memory, self._origin = memory, Origin()
+    def __init__(self, memory: Tensor, origin: Origin, rests: bool = False):
+        self._memory, self._origin, self._rests = memory, origin, rests
 
-    def __del__(self) -> None:
+    def __del__(self, resting: list[_Lease] = _resting) -> None:
         if self._origin.is_elsewhere():
             self._origin.keep(self._memory)  # torch's allocator would call CUDA, to note when copies are done
+        elif not self._rests:
+            resting.append(type(self)(self._memory, self._origin, rests=True))
 
 
 def _pinned_block(nbytes: int) -> Tensor:

@@ -13,7 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from statestream import pinned
 from statestream.pinned import host_tensors, pack
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 FP32 = 4
 
@@ -158,6 +160,16 @@ def test_a_shared_tensor_does_not_carry_its_block():
     assert torch.equal(tensors[4], torch.full((301, 7), 4.0))
 
 
+@pytest.fixture
+def waits(monkeypatch):
+    """What had been given back whenever the devices were waited for."""
+    found: list[object] = []
+    monkeypatch.setattr(pinned, "wait_for_all_devices", lambda: found.append(None))
+    host_tensors([], [])  # what rests is of other tests
+    found.clear()
+    return found
+
+
 def test_a_block_lives_as_long_as_any_of_its_tensors():
     tensors, allocator = exported()
     block = allocator.blocks[0]
@@ -166,9 +178,44 @@ def test_a_block_lives_as_long_as_any_of_its_tensors():
     gc.collect()
     assert block() is not None
     assert torch.equal(last, torch.zeros(301, 7))
-    del last
+
+
+def test_a_block_is_given_back_by_the_next_export_once_the_devices_were_waited_for(waits, monkeypatch):
+    """A copy to a GPU may read it when its last tensor dies, in any stream; torch's allocator knows of none."""
+    tensors, allocator = exported()
+    lives = [block() is not None for block in allocator.blocks]
+    del tensors
     gc.collect()
+    assert waits == [] and [block() is not None for block in allocator.blocks] == lives, "it rests"
+    there = []
+    monkeypatch.setattr(
+        pinned, "wait_for_all_devices", lambda: there.extend(block() is not None for block in allocator.blocks)
+    )
+    host_tensors([torch.empty(1)], [torch.float32], RoundingAllocator())
+    assert there == lives, "the devices are waited for before anything is given back"
     assert all(block() is None for block in allocator.blocks)
+
+
+def test_exports_wait_for_no_device_while_all_results_live(waits):
+    tensors, _ = exported()
+    more, _ = exported()
+    assert waits == []
+    del tensors, more
+    gc.collect()
+    exported()
+    assert len(waits) == 1
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["threads", "processes"])
+def test_the_stager_of_an_async_save_copies_the_bytes_of_the_tensors_alone(shared):
+    """For processes it shares the copies: by file, whole storages."""
+    tensors, _ = exported()
+    stager = StateDictStager(share_memory=shared)
+    staged = list(stager.stage({"optim": dict(enumerate(tensors))})["optim"].values())
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in staged}
+    assert sum(storage.nbytes() for storage in storages.values()) == sum(tensor.nbytes for tensor in tensors)
+    assert all(storage.is_shared() == shared for storage in storages.values())
+    assert all(torch.equal(a, b) for a, b in zip(staged, tensors, strict=True))
 
 
 @pytest.mark.parametrize("refuse_from", [0, 1])
