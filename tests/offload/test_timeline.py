@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,3 +178,26 @@ def test_the_hosts_share_is_recorded_too(on_device, tmp_path):
     assert loads == pytest.approx(optimizer.host_state_bytes / 2, abs=256 * 10)
     timeline.save_png(tmp_path / "step.png")
     assert type(optimizer.units.device) is Beyond
+
+
+def test_a_step_that_is_timed_to_balance_its_shares_is_recorded(on_device):
+    """Its marks are on the device's queues, which a GPU's clock takes and no other."""
+
+    class Strict(HostDevice):
+        host_reaches_parameters = False
+        compute, load, store, down, up = object(), object(), object(), object(), object()
+
+        def __init__(self):
+            super().__init__()
+            self.clock = SimpleNamespace(mark=self.mark, seconds=lambda begin, end: end - begin)
+
+        def mark(self, queue):
+            assert queue in (self.compute, self.load, self.store, self.down, self.up)
+            return time.perf_counter()
+
+    on_device(Strict())
+    params = make_params(torch.bfloat16)
+    optimizer = CPUOffloadOptimizer(MAKERS["fused_adam"](params), BUDGET, cpu_fraction="auto")
+    with Timeline(optimizer) as timeline:
+        train(optimizer, params, range(3))
+    assert timeline.spans

@@ -83,6 +83,20 @@ class _Work:
     nbytes: int = 0
 
 
+@dataclass(frozen=True)
+class _Clock:
+    """A device's clock, for the recorder's names of its queues."""
+
+    device: Any
+    queues: dict[str, str]
+
+    def mark(self, queue: str) -> Any:
+        return self.device.clock.mark(getattr(self.device, self.queues[queue]))
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return self.device.clock.seconds(begin, end)
+
+
 class _Recorder:
     """A device seam (device.py) that hands all on to another, and marks when each queue's work began and ended.
 
@@ -93,11 +107,15 @@ class _Recorder:
     compute, load, store, down, up = UPDATE, LOAD, STORE, DOWN, UP
 
     def __init__(self, device: Any):
-        self.device, clock = device, device.clock
+        self.device = device
         self._events = {LOAD: 0, UPDATE: -1, STORE: 0, DOWN: 0, UP: 0}
         self._queues = {LOAD: "load", UPDATE: "compute", STORE: "store", DOWN: "down", UP: "up"}
         self._work: dict[tuple[str, int], _Work] = {}
-        self._began = clock.mark(device.compute)
+        self._began = device.clock.mark(device.compute)
+
+    @property
+    def clock(self) -> _Clock:
+        return _Clock(self.device, self._queues)
 
     @property
     def unrecorded(self) -> Any:
@@ -132,9 +150,9 @@ class _Recorder:
 
     @contextlib.contextmanager
     def _marked(self, queue: str, nbytes: int = 0) -> Iterator[None]:
-        begin = self.clock.mark(self._real(queue))
+        begin = self.clock.mark(queue)
         yield
-        end = self.clock.mark(self._real(queue))
+        end = self.clock.mark(queue)
         work = self._work.setdefault((queue, max(self._events[queue], 0)), _Work(begin, end))
         work.end = end
         work.nbytes += nbytes
