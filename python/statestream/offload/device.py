@@ -125,8 +125,9 @@ class CudaDevice:
         function(*args, **kwargs)
 
     def computing(self) -> contextlib.AbstractContextManager[None]:
-        """Around torch operations that belong to the compute queue."""
-        return contextlib.nullcontext()
+        """Around torch operations that belong to the compute queue. Optimizers of torch ask the current device for its
+        stream, which opens a context there."""
+        return on_device(self.torch_device)
 
     def start(self, flow: Generator[Any, None, None]) -> Worker:
         return Worker(flow, self.synchronize)
