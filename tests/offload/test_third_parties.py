@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from simulated_device.device import SimulatedDevice
@@ -18,8 +21,6 @@ CHUNK = 60_000
 def test_a_third_party_has_to_say_that_it_is_elementwise():
     with pytest.raises(ValueError, match=r"SignDescent.*elementwise=True"):
         CPUOffloadOptimizer(SignDescent(make_params()), CHUNK)
-    with pytest.raises(ValueError, match=r"Adafactor.*elementwise=False"):
-        CPUOffloadOptimizer(torch.optim.Adafactor(make_params()), CHUNK)
     with pytest.raises(ValueError, match="LBFGS"):
         CPUOffloadOptimizer(torch.optim.LBFGS(make_params()), elementwise=True)
 
@@ -190,3 +191,347 @@ def test_a_one_pass_step_that_fails_leaves_state_on_the_host_as_it_was():
         train(optimizer, params, range(2, 3))
     for param, (weight, momentum) in zip(params, before, strict=True):
         assert torch.equal(param, weight) and torch.equal(optimizer.state[param]["momentum"], momentum)
+
+
+# ---- what an optimizer counts for itself ----
+
+
+class Counting(torch.optim.Optimizer):
+    """Momentum, with a bias correction by a count that `advance` makes and `count` reads."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    def advance(self, group):
+        pass
+
+    def count(self, group):
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for number, group in enumerate(self.param_groups):
+            if number == 0:
+                self.begin()
+            self.advance(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.lerp_(p.grad, 0.1)
+                    p.sub_(momentum / (1 - 0.9 ** float(self.count(group))), alpha=group["lr"])
+
+    def begin(self):
+        pass
+
+
+class InAGroup(Counting):
+    def advance(self, group):
+        group["step"] = group.get("step", 0) + 1
+
+    def count(self, group):
+        return group["step"]
+
+
+class InAGroupWithGradients(InAGroup):
+    def advance(self, group):
+        if any(p.grad is not None for p in group["params"]):
+            super().advance(group)
+
+
+class InATensorOfAGroup(Counting):
+    def advance(self, group):
+        group.setdefault("step", torch.zeros(1)).add_(1)
+
+    def count(self, group):
+        return group["step"]
+
+
+class InADictOfAGroup(Counting):
+    def advance(self, group):
+        counts = group.setdefault("counts", {})
+        counts["step"] = counts.get("step", 0) + 1
+
+    def count(self, group):
+        return group["counts"]["step"]
+
+
+class InAnAttribute(Counting):
+    def begin(self):
+        self.n = getattr(self, "n", 0) + 1
+
+    def count(self, group):
+        return self.n
+
+
+class InADictMadeInTheConstructor(Counting):
+    def __init__(self, params):
+        super().__init__(params)
+        self.counts = {"steps": [0]}
+
+    def begin(self):
+        self.counts["steps"][0] += 1
+
+    def count(self, group):
+        return self.counts["steps"][0]
+
+
+class InATensorMadeInTheConstructor(Counting):
+    def __init__(self, params):
+        super().__init__(params)
+        self.n = torch.zeros(())
+
+    def begin(self):
+        self.n.data.add_(1)  # which autograd does not count
+
+    def count(self, group):
+        return self.n
+
+
+class InStateOfNoParameter(Counting):
+    def begin(self):
+        if "k" not in self.state:
+            self.state["k"] = torch.tensor([0])
+        self.state["k"] += 1
+
+    def count(self, group):
+        return self.state["k"]
+
+
+class InStateMadeInTheConstructor(InStateOfNoParameter):
+    def __init__(self, params):
+        super().__init__(params)
+        self.state["k"] = torch.tensor([0])
+
+
+class ByParameterInAnAttribute(Counting):
+    """A count of each parameter's own, outside of its state."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if not hasattr(self, "counts"):
+            self.counts = {}
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            if p.grad is not None:
+                self.counts[p] = self.counts.get(p, 0) + 1
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 0.1)
+                p.sub_(momentum / (1 - 0.9 ** self.counts[p]), alpha=0.1)
+
+
+WAYS = [
+    *(InAGroup, InAGroupWithGradients, InATensorOfAGroup, InADictOfAGroup, InAnAttribute),
+    *(InADictMadeInTheConstructor, InATensorMadeInTheConstructor, InStateOfNoParameter, InStateMadeInTheConstructor),
+    ByParameterInAnAttribute,
+]
+"""Ways in which optimizers count."""
+
+MISSING = {
+    "none": lambda step: (),
+    "one": lambda step: (3,),
+    "a whole group at first": lambda step: (3, 4, 5) if step < 2 else (),
+    "all in one step": lambda step: range(6) if step == 1 else (),
+}
+"""Parameters without gradients, by step."""
+
+
+def plainly(value, params):
+    """A value to be compared: parameters as their numbers, tensors as lists."""
+    if isinstance(value, dict):
+        return {plainly(k, params): plainly(v, params) for k, v in value.items()}
+    if isinstance(value, torch.Tensor):
+        known = [i for i, p in enumerate(params) if p is value]
+        return f"parameter {known[0]}" if known else value.tolist()
+    return value
+
+
+def counted(optimizer, params):
+    """All that the optimizer keeps beside its parameters' states."""
+    inner = getattr(optimizer, "inner", optimizer)
+    groups = [{k: plainly(v, params) for k, v in group.items() if k != "params"} for group in inner.param_groups]
+    own = {k: plainly(v, params) for k, v in vars(inner).items() if k in ("n", "counts")}
+    return groups, own, {k: plainly(v, params) for k, v in inner.state.items() if not isinstance(k, torch.Tensor)}
+
+
+@pytest.mark.parametrize("missing", MISSING)
+@pytest.mark.parametrize(("chunk", "elementwise"), [(1000, True), (CHUNK, True), (None, True), (None, False)])
+@pytest.mark.parametrize("way", WAYS)
+def test_whatever_way_it_counts_a_step_is_counted_once(way, chunk, elementwise, missing):
+    params, reference = make_params(), make_params()
+    groups, theirs = ([{"params": ps[:3]}, {"params": ps[3:]}] for ps in (params, reference))
+    optimizer, plain = CPUOffloadOptimizer(way(groups), chunk, elementwise=elementwise), way(theirs)
+    assert counted(optimizer, params) == counted(way([{"params": ps} for ps in (params[:3], params[3:])]), params)
+    train(optimizer, params, range(4), missing=MISSING[missing])
+    train(plain, reference, range(4), missing=MISSING[missing])
+    assert counted(optimizer, params) == counted(plain, reference)
+    assert all(torch.equal(a, b) for a, b in zip(params, reference, strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_step_that_failed_has_counted_does_not_count(way):
+    """Chunk by chunk: with the first one failing nothing is counted, with a later one what was stepped is."""
+
+    class Failing(way):
+        def __init__(self, params):
+            super().__init__(params)
+            self.fails = None
+
+        def step(self, closure=None):
+            super().step()
+            if self.fails is not None and any(
+                p is self.fails for group in self.param_groups for p in group["params"] if p.grad is not None
+            ):
+                raise RuntimeError("planted")
+
+    params, reference = make_params(), make_params()
+    groups, theirs = ([{"params": ps[:3]}, {"params": ps[3:]}] for ps in (params, reference))
+    optimizer, plain = CPUOffloadOptimizer(Failing(groups), 1000, elementwise=True), way(theirs)
+    train(optimizer, params, range(1))
+    train(plain, reference, range(1))
+    before = counted(optimizer, params)
+    optimizer.inner.fails = params[0]
+    with pytest.raises(RuntimeError, match="planted"):
+        train(optimizer, params, [1])
+    assert counted(optimizer, params) == before
+    optimizer.inner.fails = None
+    train(optimizer, params, [1])
+    train(plain, reference, [1])
+    assert counted(optimizer, params) == counted(plain, reference)
+    assert all(torch.equal(a, b) for a, b in zip(params, reference, strict=True))
+
+
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_state_of_no_parameter_is_saved_copied_and_loaded(elementwise):
+    params, reference = make_params(), make_params()
+    groups, theirs = ([{"params": ps[:3]}, {"params": ps[3:]}] for ps in (params, reference))
+    chunk = CHUNK if elementwise else None
+    optimizer = CPUOffloadOptimizer(InStateOfNoParameter(groups), chunk, elementwise=elementwise)
+    plain = InStateOfNoParameter(theirs)
+    train(optimizer, params, range(2))
+    train(plain, reference, range(2))
+    optimizer.memory_report()
+    saved = optimizer.state_dict()
+    assert saved["state"]["k"].tolist() == [2]
+    twin = copy.deepcopy(optimizer)
+    train(optimizer, params, range(2, 3))
+    assert saved["state"]["k"].tolist() == twin.state["k"].tolist() == [2]
+    twin.load_state_dict(optimizer.state_dict())
+    assert twin.state["k"].tolist() == [3]
+
+
+# ---- state of other classes, the inner optimizer's own methods, duplicates ----
+
+
+class Quantised(torch.Tensor):
+    """State of 8 bits that says it is float32, as 8-bit optimizers have it."""
+
+    @staticmethod
+    def __new__(cls, codes):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes):
+        self.codes = codes
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function} of a tensor in 8 bits")
+
+
+class EightBits(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = Quantised(torch.zeros_like(p, dtype=torch.int8))
+                p.sub_(p.grad, alpha=0.1)
+
+
+def test_state_of_a_class_of_its_own_is_refused_by_name():
+    params = make_params()
+    named = r"state 'momentum' of parameter 0 of group 0 is a tensor of class Quantised"
+    with pytest.raises(ValueError, match=named):
+        CPUOffloadOptimizer(EightBits(params), CHUNK, elementwise=True)
+    optimizer = CPUOffloadOptimizer(EightBits(params), elementwise=False)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=named):  # made by the first step, which is undone
+        train(optimizer, params, [0])
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True)) and not optimizer.state
+    stepped = EightBits(params)
+    train(stepped, params, [0])
+    for elementwise in (True, False):
+        with pytest.raises(ValueError, match=named):
+            CPUOffloadOptimizer(stepped, elementwise=elementwise)
+
+
+@pytest.mark.parametrize("chunk", [1000, CHUNK, None])
+def test_adafactor_is_known_and_streams_bit_equal(chunk):
+    params, reference = make_params(), make_params()
+    optimizer = CPUOffloadOptimizer(torch.optim.Adafactor(params, lr=0.01), chunk)
+    plain = torch.optim.Adafactor(reference, lr=0.01)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, range(3))
+        o.load_state_dict(o.state_dict())
+        train(o, ps, range(3, 5))
+    assert_same_training(params, optimizer, reference, plain)
+
+
+class ScheduleFree(SignDescent):
+    """Weights of two kinds, as schedule-free optimizers have them: those that are trained and their average."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.modes = []
+
+    @torch.no_grad()
+    def eval(self, weight=0.5):
+        """Changes to the weights that are evaluated."""
+        self.modes.append("eval")
+        for p in self.param_groups[0]["params"]:
+            p.lerp_(self.state[p]["momentum"].to(p.device), weight)
+        return self
+
+    def train(self):
+        self.modes.append("train")
+
+
+def test_public_methods_and_attributes_of_the_inner_optimizer_are_reached():
+    params, reference = make_params(), make_params()
+    optimizer, plain = CPUOffloadOptimizer(ScheduleFree(params), CHUNK, elementwise=True), ScheduleFree(reference)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, range(2))
+        assert isinstance(o.eval(weight=0.25), ScheduleFree)
+        o.train()
+        train(o, ps, range(2, 3))
+    assert_same_training(params, optimizer, reference, plain)
+    assert optimizer.modes == ["eval", "train"] and optimizer.eval.__doc__ == ScheduleFree.eval.__doc__
+
+
+def test_what_neither_has_is_an_attribute_error_and_copies_and_pickles_are_made():
+    optimizer = CPUOffloadOptimizer(torch.optim.AdamW(make_params()), CHUNK)
+    for name in ("train", "eval", "optimizer", "_private", "__deepcopy__"):
+        assert not hasattr(optimizer, name), name
+    optimizer.inner._own = 1
+    assert not hasattr(optimizer, "_own")  # private names stay the inner optimizer's
+    assert isinstance(copy.deepcopy(optimizer), CPUOffloadOptimizer)
+    assert isinstance(pickle.loads(pickle.dumps(optimizer)), CPUOffloadOptimizer)
+    empty = object.__new__(CPUOffloadOptimizer)
+    with pytest.raises(AttributeError, match="inner"):
+        empty.inner  # noqa: B018  no endless recursion
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+@pytest.mark.parametrize(("chunk", "elementwise"), [(1000, True), (CHUNK, True), (None, True), (None, False)])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor"])
+def test_a_parameter_that_is_listed_twice_is_stepped_twice_as_it_is_plain(name, chunk, elementwise):
+    params, reference = make_params(), make_params()
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    make = getattr(torch.optim, name)
+    optimizer = CPUOffloadOptimizer(make([*params, params[0]], lr=0.1, **options), chunk, elementwise=elementwise)
+    plain = make([*reference, reference[0]], lr=0.1, **options)
+    train(optimizer, params, range(3))
+    train(plain, reference, range(3))
+    assert_same_training(params, optimizer, reference, plain)

@@ -10,7 +10,7 @@ from torch import Tensor
 from statestream.fused_adam import FusedAdam
 from statestream.offload.muon_layouts import muon_layout
 from statestream.quantized import is_quantized
-from statestream.tensors import local_of
+from statestream.tensors import is_dtensor, local_of
 
 __all__ = ["ELEMENTWISE", "check_gradients", "check_groups", "check_optimizer", "check_share", "device_of"]
 
@@ -19,6 +19,9 @@ ELEMENTWISE = frozenset(
     for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
 """Of torch's optimizers those whose update of an element depends on nothing but that element's history."""
+
+_BY_PARAMETER = frozenset({torch.optim.Adafactor})
+"""Those whose update of a parameter depends on that whole parameter alone: known where no rank has a part of it."""
 
 
 def check_optimizer(optimizer: Any, step_chunk_bytes: int | None, elementwise: bool | None) -> None:
@@ -32,6 +35,8 @@ def check_optimizer(optimizer: Any, step_chunk_bytes: int | None, elementwise: b
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure in the middle of a step; its state cannot be offloaded")
     known = isinstance(optimizer, FusedAdam) or type(optimizer) in ELEMENTWISE or muon_layout(optimizer) is not None
+    if type(optimizer) in _BY_PARAMETER:
+        known = not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
     if elementwise is None and not known:
         raise ValueError(
             f"{name}: it is not known whether each parameter's update depends on that parameter alone; pass "

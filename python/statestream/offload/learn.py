@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.offload.counts import own_copy
 from statestream.tensors import local_of
 
-__all__ = ["StateKind", "is_host_scalar", "learn_state", "unhooked_step"]
+__all__ = ["StateKind", "check_plain", "is_host_scalar", "learn_state", "unhooked_step"]
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,26 @@ def is_host_scalar(value: Any, device: torch.device) -> bool:
     return value.device.type == "cpu" and (device.type != "cpu" or value.dim() == 0)
 
 
+def check_plain(value: Any, name: Any, label: str) -> None:
+    """ValueError for state in a tensor of a class of its own, as 8-bit optimizers keep it: memory that is moved by
+    itself would hold numbers of another kind."""
+    local = local_of(value) if isinstance(value, Tensor) else value
+    cls = type(local)
+    wraps = isinstance(local, Tensor) and cls.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if wraps and not cls.__module__.startswith("torch."):
+        raise ValueError(
+            f"state {name!r} of {label} is a tensor of class {cls.__name__}, which is not kept in host memory; use an "
+            "optimizer with plain tensors, such as FusedAdam with exp_avg_dtype and exp_avg_sq_dtype"
+        )
+
+
 def learn_state(
     inner: torch.optim.Optimizer,
     group: dict[str, Any],
     shape: tuple[int, ...],
     param: Tensor,
     state: Mapping[str, Any],
+    label: str,
 ) -> list[StateKind]:
     """The state tensors that one step makes on the device for a parameter like `param`, with this local shape.
 
@@ -53,19 +68,23 @@ def learn_state(
     of that shape on the parameter's device.
     """
     device = local_of(param).device
-    meta_error: Exception | None = None
-    if not group.get("fused"):  # torch's fused kernels have no meta form, and keep their counts on the device
+    # torch's fused kernels have no meta form, and keep their counts on the device.
+    places = [device] if group.get("fused") else [torch.device("meta"), device]
+    errors: list[Exception] = []
+    for place in places:
         try:
-            return _learn_on(torch.device("meta"), inner, group, shape, param, state)
+            made = _learn_on(place, inner, group, shape, param, state)
         except Exception as error:
-            meta_error = error
-    try:
-        return _learn_on(device, inner, group, shape, param, state)
-    except Exception as error:
-        raise ValueError(
-            f"the state of {type(inner).__name__} could not be learnt from a step of its own on one parameter of shape "
-            f"{shape} ({meta_error or error}); pass elementwise=False to move all of its state in one pass"
-        ) from error
+            errors.append(error)
+            continue
+        for name, value in made.items():
+            check_plain(value, name, label)
+        kept = {name: value for name, value in made.items() if not is_host_scalar(value, place)}
+        return [StateKind(name, tuple(value.shape), value.dtype) for name, value in kept.items()]
+    raise ValueError(
+        f"the state of {type(inner).__name__} could not be learnt from a step of its own on one parameter of shape "
+        f"{shape} ({errors[0]}); pass elementwise=False to move all of its state in one pass"
+    ) from errors[-1]
 
 
 def _learn_on(
@@ -75,27 +94,27 @@ def _learn_on(
     shape: tuple[int, ...],
     param: Tensor,
     held: Mapping[str, Any],
-) -> list[StateKind]:
+) -> dict[str, Any]:
+    """The state that a step makes for a twin of `param`; the optimizer and what it keeps stay as they are."""
     like = torch.nn.Parameter(torch.zeros(shape, dtype=param.dtype, device=device))
     like.grad = torch.zeros_like(like)
-    twin = object.__new__(type(inner))
-    twin.__dict__.update(inner.__dict__)
     options = {k: _own(v, device) for k, v in group.items() if k != "params"}
     if device.type == "meta":
         options.update({k: False for k in ("foreach", "fused") if k in options})
     if "param_names" in options:
         options["param_names"] = options["param_names"][:1]
-    state = defaultdict(dict)
+    twins = {**options, "params": [like]}
+    state: dict[Any, Any] = defaultdict(dict)
+    instead = {id(p): p for g in inner.param_groups for p in g["params"]}
+    instead |= {id(inner.state): state, id(inner.param_groups): [twins], id(group): twins, id(param): like}
+    state.update({k: own_copy(v, instead) for k, v in inner.state.items() if not isinstance(k, Tensor)})
     if held:
         state[like] = {k: _like_state(v, param, like) for k, v in held.items()}
-    twin.__dict__.update(state=state, param_groups=[{**options, "params": [like]}])
+    twin = object.__new__(type(inner))
+    twin.__dict__.update(own_copy(vars(inner), instead))
     with torch.no_grad():
         unhooked_step(twin)()
-    kinds = []
-    for name, value in twin.state.get(like, {}).items():
-        if not is_host_scalar(value, device):
-            kinds.append(StateKind(name, tuple(value.shape), value.dtype))
-    return kinds
+    return twin.state.get(like, {})
 
 
 def _like_state(value: Any, param: Tensor, like: Tensor) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from statestream.offload.learn import is_host_scalar, unhooked_step
+from statestream.offload.learn import check_plain, is_host_scalar, unhooked_step
 from statestream.offload.store import compact_copy
 from statestream.offload.subset import Subset
 from statestream.offload.units import Units
@@ -32,7 +32,8 @@ class OnePass(Units):
         self.adopt(dict(inner.state))
 
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
-        self.inner.state.update({param: self._to_host(state) for param, state in (existing or {}).items()})
+        existing = existing or {}
+        self.inner.state.update({key: self._to_host(state, self._name(key)) for key, state in existing.items()})
 
     def host_tensor(self, param: Tensor, name: str, value: Tensor) -> Tensor:
         """Host memory for a state that is loaded."""
@@ -69,8 +70,9 @@ class OnePass(Units):
                 subset.update(params)
                 self.took(sum(t.nbytes for t in (*undo, *self._on_device())))
                 self._moved = {}
-                new = {key: self._to_host(state) for key, state in inner.state.items()}
+                new = {key: self._to_host(state, self._name(key)) for key, state in inner.state.items()}
             except BaseException:
+                subset.undone()
                 for local, before in zip(locals_, undo, strict=True):
                     local.copy_(before)
                 new, self._moved = hosts, known
@@ -81,11 +83,18 @@ class OnePass(Units):
 
     def _on_device(self) -> list[Tensor]:
         """State that the optimizer has there, local parts."""
-        leaves = tree_leaves([dict(state) for state in self.inner.state.values()])
+        leaves = tree_leaves([dict(s) if isinstance(s, dict) else s for s in self.inner.state.values()])
         there = self.device.torch_device
         return [local_of(v) for v in leaves if isinstance(v, Tensor) and not is_host_scalar(v, there)]
 
-    def _to_host(self, state: Any) -> Any:
+    def _name(self, key: Any) -> str:
+        return self.names().get(id(key), "a parameter in no group") if isinstance(key, Tensor) else repr(key)
+
+    def _to_host(self, state: Any, name: str) -> Any:
+        if isinstance(state, dict):
+            for key, value in state.items():
+                check_plain(value, key, name)
+
         def moved(value: Any) -> Any:
             if is_host_scalar(value, self.device.torch_device):
                 return value

@@ -15,6 +15,7 @@ nothing does.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +62,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             stepped alone, and a warning says so with both numbers. None: everything in one pass. `plan` tells what
             comes of it.
         elementwise: whether each parameter's update depends on that parameter, its gradient and its state alone.
-            Known for torch's optimizers; of others it has to be said. False: all state moves in one pass.
+            Known for torch's optimizers, but for Adafactor of DTensors; of others it has to be said. False: all state
+            moves in one pass.
         cpu_fraction: how much of the update the host does itself, from 0 (all state is streamed) to 1; for FusedAdam
             alone. Of its share gradients come down and weights go up, and the state stays where it is; both sides
             work at once, and the results are the same bits. "auto": the share at which both end together, from how
@@ -187,6 +189,23 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self._settings["amp_scaling"] = bool(value)
+
+    def __getattr__(self, name: str) -> Any:
+        """Public attributes and methods of the inner optimizer, such as `train` and `eval`; methods wait for the last
+        step's stores."""
+        inner = self.__dict__.get("inner")
+        if inner is None or name.startswith("_"):  # also while a copy or a pickle is being made
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        value = getattr(inner, name)
+        if getattr(value, "__self__", None) is not inner:
+            return value
+
+        @functools.wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            self.units.wait()
+            return value(*args, **kwargs)
+
+        return method
 
     @property
     def step_chunk_bytes(self) -> int | None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from statestream.offload import stream
-from statestream.offload.learn import StateKind, is_host_scalar, learn_state, unhooked_step
+from statestream.offload.learn import StateKind, check_plain, is_host_scalar, learn_state, unhooked_step
 from statestream.offload.member import Member
 from statestream.offload.plan import Unit, padded_bytes
 from statestream.offload.store import Entry, compact_copy, largest_shard
@@ -125,7 +125,7 @@ class WholeParameters(Units):
         for shape in (local, largest):
             key = (number, shape, param.dtype, local_of(param).device, held)
             if key not in self._learnt:
-                self._learnt[key] = learn_state(self.inner, group, shape, param, state)
+                self._learnt[key] = learn_state(self.inner, group, shape, param, state, self.names()[id(param)])
             found.append(self._learnt[key])
         return found[0], found[1]
 
@@ -144,6 +144,7 @@ class WholeParameters(Units):
         """A state dict whose tensors are the arenas' views, with the values of `state`."""
         host: dict[str, Any] = {}
         for name, value in state.items():
+            check_plain(value, name, member.name)
             if name in member.kinds and isinstance(value, Tensor):
                 host[name] = self._bound(member, name, value)
                 local_of(host[name]).copy_(local_of(value))
@@ -189,7 +190,7 @@ class WholeParameters(Units):
         twin = super().detached()
         twin.state = defaultdict(dict)
         for key, state in self.inner.state.items():
-            twin.state[key] = {name: compact_copy(value) for name, value in state.items()}
+            twin.state[key] = compact_copy(state)
         return twin
 
     # ---- the step ----
@@ -203,8 +204,8 @@ class WholeParameters(Units):
     def _update(self, jobs: dict[int, Member]) -> None:
         """The step of these members, by their units: all that have a gradient."""
         with Subset(self.inner, self.call) as subset:
-            if not self.store.layout.plan.ring_bytes:
-                subset.update([m.param for m in jobs.values()])
+            if not jobs or not self.store.layout.plan.ring_bytes:
+                subset.update([m.param for m in jobs.values()])  # without parameters it counts the step
                 return
             one_pass = self.store.budget is None
             old = {u: m for u, m in jobs.items() if one_pass or self.inner.state.get(m.param)}
@@ -256,6 +257,7 @@ class WholeParameters(Units):
                 subset.update([m.param for m in members])
                 made = {id(m.param): self._to_host(m, self._checked(m)) for m in members}
             except BaseException:
+                subset.undone()
                 for local, before in zip(locals_, undo, strict=True):
                     local.copy_(before)
                 for m in members:
@@ -269,6 +271,7 @@ class WholeParameters(Units):
         state = self.inner.state.get(member.param, {})
         device = self.device.torch_device
         for name, value in state.items():
+            check_plain(value, name, member.name)
             kind = member.kinds.get(name)
             if kind is None:
                 if not is_host_scalar(value, device) and not self._warned:
@@ -321,6 +324,7 @@ class _Flow:
                 self.subset.update([m.param for m in members])
                 news = [self._off_device(m, slot) for m, slot in zip(members, slots, strict=True)]
             except BaseException:
+                self.subset.undone()
                 for before, local in zip(undo, locals_, strict=True):
                     local.copy_(before)
                 for m, host in zip(members, hosts, strict=True):
