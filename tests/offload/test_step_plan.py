@@ -75,3 +75,10 @@ def test_one_pass_counts_the_state_that_it_keeps():
     train(optimizer, params, [0])
     assert optimizer.plan.host_bytes == optimizer.plan.device_bytes == sum(p.numel() * 4 for p in params)
     assert optimizer.host_state_bytes == optimizer.plan.host_bytes
+
+
+def test_the_warning_of_an_added_group_is_of_the_line_that_added_it():
+    optimizer = CPUOffloadOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(9))], momentum=0.9), 100_000)
+    with pytest.warns(RuntimeWarning, match="need more than step_chunk_bytes") as warned:
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(100_000))]})
+    assert [warning.filename for warning in warned] == [__file__]

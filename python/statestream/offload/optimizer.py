@@ -251,7 +251,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             self.units.drop(self.inner.param_groups.pop()["params"])
             raise
         if self.plan.alone != alone:
-            warnings.warn(self.plan.complaint(self.units.smallest), RuntimeWarning, stacklevel=3)
+            # past what torch.no_grad and torch._disable_dynamo wrap around this
+            warnings.warn(self.plan.complaint(self.units.smallest), RuntimeWarning, stacklevel=5)
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
