@@ -19,6 +19,7 @@ __all__ = [
     "check_grad_dtype",
     "check_group_options",
     "check_param",
+    "names_of",
 ]
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -156,3 +157,13 @@ def _finite_from_zero(value: Any) -> bool:
 def _join(dtypes: tuple[torch.dtype, ...]) -> str:
     names = [str(dtype) for dtype in dtypes]
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
+
+
+def names_of(groups: Sequence[dict[str, Any]]) -> dict[int, str]:
+    """What errors call each parameter of an optimizer's groups, by id."""
+    found: dict[int, str] = {}
+    for number, group in enumerate(groups):
+        names = group.get("param_names")
+        for i, param in enumerate(group["params"]):
+            found.setdefault(id(param), f"'{names[i]}'" if names else f"parameter {i} of group {number}")
+    return found

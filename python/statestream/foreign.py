@@ -173,7 +173,10 @@ def count_of(value: Any, what: str, live: Any = None) -> float:
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         cause = error
     if not 0 <= number < MOST_STEPS or number != math.floor(number):
-        raise ValueError(f"{what}: {_shown(value)} is not a count of steps") from cause
+        try:
+            raise ValueError(f"{what}: {_shown(value)} is not a count of steps") from cause
+        finally:
+            del cause  # its traceback holds this frame, which would hold it
     return number
 
 

@@ -19,10 +19,12 @@ from statestream.arguments import (
     as_number,
     check_group_options,
     check_param,
+    names_of,
 )
 from statestream.capture import check_settings_on_device, is_capturing, refuse_capture
 from statestream.checkpointing import Checkpointing
 from statestream.format_version import number_of
+from statestream.gradient_hooks import GradientHooks
 from statestream.interrupts import interrupts_held
 from statestream.memory import MemoryReport, report_of
 from statestream.moments import MASTER, STEP, StateFormat
@@ -95,6 +97,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     """
 
     _stepped = False
+    _hooks: GradientHooks | None = None
 
     def __init__(
         self,
@@ -177,6 +180,8 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         self._table = StepTable(self._keeper, self.rounding)
         super().__init__(params, defaults)
         self.state = PromisedState(self._make_state)
+        self._hooks = GradientHooks(self)
+        self._take_over(self.param_groups)
 
     # ---- parameters and their state ----
 
@@ -212,6 +217,13 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        self._take_over(self.param_groups[-1:])
+
+    def _take_over(self, groups: list[dict[str, Any]]) -> None:
+        """Their gradients, from an optimizer that offloads them. A CPUOffloadOptimizer over this one does it itself."""
+        if self._hooks is not None and not self._keeper.offloaded:
+            params = chain.from_iterable(group["params"] for group in groups)
+            self._hooks.take_over(params, lambda: names_of(self.param_groups))
 
     def _take_settings(self, added: dict[str, Any]) -> None:
         added["betas"] = tuple(added["betas"])  # a configuration's list is no value for a checkpoint
@@ -280,6 +292,8 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             (group, options, self._calls(i, first))
             for i, (group, options, first) in enumerate(zip(self.param_groups, numbers.options, before, strict=False))
         ]
+        if self._hooks is not None and not any(calls for _, _, calls in plan):
+            self._hooks.check(self._params(), lambda: names_of(self.param_groups))
         read_there = [
             device_scalars(group, calls[0].device, grad_scale, found_inf) if self.capturable and calls else None
             for group, _, calls in plan
@@ -405,9 +419,11 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     # ---- deepcopy and pickle ----
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._keeper.offloaded:  # as a CPUOffloadOptimizer over it is copied: its state alone, without the arenas
+            return self._keeper.ranges.detached().__getstate__()
         # torch's own keeps only defaults, state and groups. A method set on the object, as a scheduler
         # wraps step(), is bound to this one: a copy would step the original.
-        hidden = ("_table", "_members", "_lent")
+        hidden = ("_table", "_members", "_lent", "_hooks")
         return {
             key: value
             for key, value in self.__dict__.items()
@@ -418,5 +434,6 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         super().__setstate__(state)
         self._members = set()
         self._table = StepTable(self._keeper, self.rounding)
+        self._hooks = GradientHooks(self)
         if isinstance(self.state, PromisedState):
             self.state.make = self._make_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from io import StringIO
@@ -107,12 +108,14 @@ def log_memory(
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every: {every!r} is not a number of steps, 1 or more")
     steps = 0
+    # The optimizer holds the hook. torch hands it the optimizer inside a CPUOffloadOptimizer, which reports otherwise.
+    reporting = weakref.ref(optimizer)
 
     @torch._disable_dynamo
     def after_step(*_: Any) -> None:
         nonlocal steps
         steps += 1
         if steps % every == 0:
-            log(optimizer.memory_report().scalars())
+            log(reporting().memory_report().scalars())
 
     return optimizer.register_step_post_hook(after_step)

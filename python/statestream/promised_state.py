@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -18,19 +19,29 @@ class PromisedState(defaultdict):
     of its own with zero gradients, which would leave every counter at 1. And since a look makes the
     state, a checkpoint of a fresh optimizer is complete, and a load into one drops nothing.
 
-    `make(param)` returns a member's new state, or None for a key that is no member. A frozen member has state only
-    once its brackets are read.
+    `make(param)`, a method of the optimizer, returns a member's new state, or None for a key that is no member. A
+    frozen member has state only once its brackets are read. The optimizer owns the state, which holds it weakly: once
+    the optimizer is gone, what was made stays, and nothing more is.
     """
 
     def __init__(self, make: Callable[[Tensor], dict[str, Any] | None] | None = None):
         super().__init__(dict)
         self.make = make
 
+    @property
+    def make(self) -> Callable[[Tensor], dict[str, Any] | None] | None:
+        return None if self._make is None else self._make()
+
+    @make.setter
+    def make(self, make: Callable[[Tensor], dict[str, Any] | None] | None) -> None:
+        self._make = None if make is None else weakref.WeakMethod(make)
+
     def __bool__(self) -> bool:
         return True
 
     def __missing__(self, key: Any) -> dict[str, Any]:
-        made = self.make(key) if self.make is not None and isinstance(key, Tensor) else None
+        make = self.make
+        made = make(key) if make is not None and isinstance(key, Tensor) else None
         self[key] = made if made is not None else {}
         return self[key]
 
@@ -42,9 +53,10 @@ class PromisedState(defaultdict):
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):
             return True
-        if self.make is None or not isinstance(key, Tensor) or not key.requires_grad:
+        make = self.make
+        if make is None or not isinstance(key, Tensor) or not key.requires_grad:
             return False
-        made = self.make(key)
+        made = make(key)
         if made is not None:
             self[key] = made
         return made is not None

@@ -22,6 +22,9 @@ class StateKeeper:
     """Makes states by a format. `scales` holds what `state` does not: the scales of each parameter's scaled states, by
     name; a checkpoint has values, which need none."""
 
+    offloaded = False
+    """Whether a CPUOffloadOptimizer has the state."""
+
     def __init__(self, form: StateFormat):
         self.form = form
         self.scales: dict[Tensor, dict[str, Tensor]] = {}

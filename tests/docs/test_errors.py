@@ -43,6 +43,12 @@ class Unknown(torch.optim.SGD):
     pass
 
 
+class Twice(FusedAdam):
+    def step(self, closure=None):
+        super().step()
+        return super().step(closure)
+
+
 def load(saved: FusedAdam, into: FusedAdam, change: Callable[[dict], object] = lambda state: None) -> None:
     state = saved.state_dict()
     change(state)
@@ -195,6 +201,36 @@ def a_gpu_that_cannot_run(monkeypatch) -> None:
     kernels._cuda_for.__wrapped__(torch.device("cuda", 0))
 
 
+def a_step_on_the_object() -> None:
+    optimizer = FusedAdam([param()])
+    optimizer.step = lambda closure=None: None
+    CPUOffloadOptimizer(optimizer)
+
+
+def second_of_two() -> None:
+    made, optimizer = offloading()
+    FusedAdam([made])
+    optimizer.close()
+
+
+def first_of_two() -> None:
+    made, optimizer = offloading()
+    second = FusedAdam([made])
+    optimizer.step()
+    second.step()
+
+
+def a_step_of_the_optimizer_inside() -> None:
+    _, optimizer = offloading()
+    optimizer.inner.step()
+
+
+def closed() -> None:
+    _, optimizer = offloading()
+    optimizer.close()
+    optimizer.step()
+
+
 def drop(name: str) -> Callable[[dict], object]:
     return lambda state: state["state"][0].pop(name)
 
@@ -213,6 +249,9 @@ CASES: list[Callable[..., object]] = [
     a_capture,
     lambda: FusedAdam([param()], amsgrad=True),
     lambda: CPUOffloadOptimizer(Unknown([param()], lr=0.1)),
+    lambda: CPUOffloadOptimizer(Twice([param()])),
+    a_step_on_the_object,
+    second_of_two,
     lambda: CPUOffloadOptimizer(torch.optim.AdamW([param(), param()]), 1000),
     lambda: HostMemory(refuse_to_pin).block(4096),
     missing_module,
@@ -229,6 +268,9 @@ CASES: list[Callable[..., object]] = [
     less_in_the_checkpoint,
     a_lost_device,
     a_load_that_fails_in_the_middle,
+    first_of_two,
+    a_step_of_the_optimizer_inside,
+    closed,
     a_scaler_beside_offloaded_gradients,
     a_gradient_set_twice,
     a_gradient_lost_on_the_way,

@@ -469,7 +469,6 @@ def test_hooks_and_memory_go_with_the_optimizer(where):
     optimizer.step()
     memory = optimizer.units.device.memory
     del optimizer
-    gc.collect()
     assert not any(p._post_accumulate_grad_hooks for p in params)
     assert not list(memory._mappings)
     backward(params, 1)

@@ -209,7 +209,10 @@ class AdamFlow:
         for call in written.values():
             self.owner.inner._table.updated(call)
         if uncounted is not None:
-            raise uncounted
+            try:
+                raise uncounted
+            finally:
+                del uncounted  # its traceback holds this frame, which would hold it
 
 
 def _update(

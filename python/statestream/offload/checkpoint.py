@@ -33,6 +33,7 @@ def export_state(units: ElementRanges | WholeParameters | OnePass, snapshot: boo
 def load_state(units: ElementRanges | WholeParameters | OnePass, state_dict: dict[str, Any]) -> None:
     if isinstance(units, ElementRanges):
         units.adopt()
-        units.inner.load_state_dict(state_dict)
+        with units.charge.lent():
+            units.inner.load_state_dict(state_dict)
     else:
         load_plain(units, state_dict)

@@ -8,11 +8,20 @@ import torch
 from torch import Tensor
 
 from statestream.fused_adam import FusedAdam
+from statestream.offload.learn import unhooked
 from statestream.offload.muon_layouts import muon_layout
 from statestream.quantized import is_quantized
 from statestream.tensors import is_dtensor, local_of
 
-__all__ = ["ELEMENTWISE", "check_gradients", "check_groups", "check_optimizer", "check_share", "device_of"]
+__all__ = [
+    "ELEMENTWISE",
+    "check_gradients",
+    "check_groups",
+    "check_optimizer",
+    "check_share",
+    "check_step",
+    "device_of",
+]
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -22,6 +31,9 @@ ELEMENTWISE = frozenset(
 
 _BY_PARAMETER = frozenset({torch.optim.Adafactor})
 """Those whose update of a parameter depends on that whole parameter alone: known where no rank has a part of it."""
+
+REPLACED = ("step", "_update", "_calls", "refresh_masters", "memory_report")
+"""Of FusedAdam what is done otherwise while its state is in host memory."""
 
 
 def check_optimizer(optimizer: Any, step_chunk_bytes: int | None, elementwise: bool | None) -> None:
@@ -44,8 +56,41 @@ def check_optimizer(optimizer: Any, step_chunk_bytes: int | None, elementwise: b
         )
     if elementwise is False and step_chunk_bytes is not None:
         raise ValueError(f"{name}: elementwise=False moves all state in one pass; step_chunk_bytes must be None")
+    check_methods(optimizer)
+    check_step(optimizer)
     check_groups(optimizer, optimizer.param_groups)
     device_of(optimizer)
+
+
+def check_methods(optimizer: torch.optim.Optimizer) -> None:
+    """ValueError for a subclass of FusedAdam whose own methods streaming would leave out."""
+    if not isinstance(optimizer, FusedAdam):
+        return
+    cls = type(optimizer)
+    own = [name for name in REPLACED if unhooked(getattr(cls, name)) is not unhooked(getattr(FusedAdam, name))]
+    if own:
+        raise ValueError(
+            f"{cls.__name__} overrides {', '.join(own)} of FusedAdam, which CPUOffloadOptimizer does itself: what it "
+            "adds would be left out. Put it in hooks (register_step_pre_hook, register_step_post_hook), or in a "
+            "subclass of CPUOffloadOptimizer"
+        )
+
+
+def check_step(optimizer: torch.optim.Optimizer) -> None:
+    """ValueError where `step` was set on the object to something that does more than the class's own, which would be
+    left out. What a scheduler puts there only notes that it was called."""
+    patched = step = vars(optimizer).get("step")
+    if step is None:
+        return
+    own = unhooked(type(optimizer).step)
+    while getattr(step, "_wrapped_by_lr_sched", False):
+        step = step.__wrapped__
+    if unhooked(getattr(step, "__func__", step)) is not own:
+        found = getattr(patched, "__qualname__", type(patched).__name__)
+        raise ValueError(
+            f"step of this {type(optimizer).__name__} was replaced on the object, by {found}: CPUOffloadOptimizer "
+            "would leave that out. Delete it there, and put it on the CPUOffloadOptimizer, or in step hooks"
+        )
 
 
 def check_share(optimizer: Any, cpu_fraction: Any, cpu_threads: Any) -> None:

@@ -58,6 +58,8 @@ class ElementRanges(Units):
         super().__init__(inner, device, budget)
         self.host = HostSide(self.store, cpu_fraction, cpu_threads, offload_gradients)
         self.gradients = OffloadedGradients(self, cpu_threads) if offload_gradients else None
+        if self.gradients is not None:
+            self.hooks = self.gradients.hooks
         self._counters: dict[int, Tensor] = {}
         self._views: dict[int, dict[str, Any]] = {}
         form = inner.form
@@ -139,12 +141,26 @@ class ElementRanges(Units):
         grains = -(-local_of(param).numel() // GRAIN_ELEMENTS)
         return tuple(grains * b for b in self._grain_bytes(param))
 
+    def close(self) -> None:
+        in_charge, inner = self.in_charge, self.inner
+        if self.gradients is not None:
+            self.gradients.clear()
+        super().close()
+        if in_charge:
+            inner._keeper = StateKeeper(inner.form)
+            inner._table = StepTable(inner._keeper, inner.rounding)
+
     def drop(self, params: Iterable[Tensor]) -> None:
         for param in params:
             self._counters.pop(id(param), None)
             self._views.pop(id(param), None)
             self.inner._keeper.forget(param)
         super().drop(params)
+
+    def take_over_gradients(self) -> None:
+        super().take_over_gradients()
+        if self.gradients is not None:
+            self.gradients.attend()
 
     @torch.inference_mode(False)  # a view of inference mode could not be written outside of it
     @torch.no_grad()
@@ -193,6 +209,7 @@ class ElementRanges(Units):
 
     def detached(self) -> FusedAdam:
         twin = super().detached()
+        twin._hooks = None
         twin._keeper = StateKeeper(self.inner.form)
         for param, scales in self.inner._keeper.scales.items():
             twin._keeper.scales[param] = compact_copy(scales)
@@ -227,21 +244,22 @@ class ElementRanges(Units):
             host = self.host.share_of(self.device, flow)
             self.took(layout.plan.ring_bytes)
             try:
-                self._last_store = stream.run(self.device, layout.plan.ring_bytes, stages, flow, host)
+                event = stream.run(self.device, layout.plan.ring_bytes, stages, flow, host)
+                self.charge.stored(self.device, event)
             finally:
                 flow.commit()
             if stages:
                 self.host.stepped(host, jobs.keys())
             if self.gradients is not None:
                 self.gradients.clear()
+        elif self.gradients is None:
+            self.check_gradients()
         for group in self.inner.param_groups:
             group[STEP] += 1
 
     def _jobs(self, options_of_groups: Sequence[AdamOptions]) -> dict[int, Job]:
         """Work by unit of the plan."""
         inner, table = self.inner, self.inner._table
-        if not self.in_charge:
-            raise RuntimeError("another CPUOffloadOptimizer has taken over this FusedAdam; step that one")
         inner.check_whole()
         inner._lent = None
         if self.gradients is not None:
@@ -264,11 +282,6 @@ class ElementRanges(Units):
             if self.gradients is not None:  # now that no state moves any more
                 job.grad = self.gradients.sum_of(job.param)
         return {self.store.home(job.param).unit: job for job in found.values()}
-
-    @property
-    def in_charge(self) -> bool:
-        """Whether the optimizer's state is here, and in no other such object."""
-        return getattr(self.inner._keeper, "ranges", None) is self
 
     def _has_grad(self, param: Tensor) -> bool:
         if self.gradients is not None:

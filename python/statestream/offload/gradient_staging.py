@@ -180,9 +180,14 @@ class GradientStaging:
 
     @staticmethod
     def _join(slots: Sequence[_Slot]) -> None:
-        with contextlib.ExitStack() as stack:  # every thread is joined, whatever one of them raises
-            for worker in [worker for slot in slots for worker in slot.workers]:
-                stack.callback(worker.result)
+        workers = [worker for slot in slots for worker in slot.workers]
+        try:
+            for worker in workers:
+                worker.result()
+        except BaseException:
+            for worker in workers:  # every thread is joined, whatever one of them raises
+                worker.stop()
+            raise
         for slot in slots:
             slot.empty()
 

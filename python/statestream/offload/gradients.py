@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from statestream.capture import refuse_capture
+from statestream.gradient_hooks import GradientHooks
 from statestream.offload.arena import GRADS
 from statestream.offload.clipping import global_norm
 from statestream.offload.gradient_staging import GradientStaging, add_up
@@ -29,19 +30,6 @@ GRAD_BYTES = 4
 """Of an element in host memory: FP32, whatever backward makes."""
 
 
-class _Hook:
-    """What torch calls. It keeps neither the optimizer nor its memory alive."""
-
-    def __init__(self, gradients: OffloadedGradients, name: str):
-        self._gradients, self._name = weakref.ref(gradients), name
-
-    @torch._disable_dynamo
-    def __call__(self, param: Tensor) -> None:
-        gradients = self._gradients()
-        if gradients is not None:
-            gradients.take(param, self._name)
-
-
 class OffloadedGradients:
     """Of the parameters of `owner`, an ElementRanges: the sums lie in its arenas.
 
@@ -51,44 +39,55 @@ class OffloadedGradients:
     """
 
     def __init__(self, owner: Any, cpu_threads: int | None):
-        self.owner = owner
+        self._owner = weakref.ref(owner)
         self.staging = GradientStaging(lambda: max(host_threads(cpu_threads) // torch.get_num_threads(), 1))
         self._sums: dict[int, Tensor] = {}
         """By parameter, each shaped and laid out as the local parameter was when it was written."""
-        self._hooks: dict[int, tuple[Tensor, Any]] = {}
+        self._taken_from: dict[int, int] = {}
+        """Which tensor was inside the parameter then."""
+        self._members: dict[int, Tensor] = {}
         self._incomplete = False
         self._backward: int | None = None
         """The backward at whose end gradients on their way are let go."""
         self._lock = threading.Lock()  # autograd calls hooks on threads of its own
-        weakref.finalize(self, _remove, self._hooks)
+        self.hooks = GradientHooks(owner.inner, self)
+
+    @property
+    def owner(self) -> Any:
+        return self._owner()
 
     # ---- in backward ----
 
     def attend(self) -> None:
-        """Hooks on every trained parameter, and on no other; host memory for what they take."""
-        members = {id(p): p for p in self.owner.params()}
-        for key in [k for k in self._hooks if k not in members or self._hooks[k][0] is not members[k]]:
-            self._hooks.pop(key)[1].remove()
+        """Hooks on every trained parameter, and on no other, but for those that another optimizer has taken over; host
+        memory for what they take."""
+        owner = self.owner
+        members = {id(p): p for p in owner.params()}
+        for key in [key for key, param in self._members.items() if members.get(key) is not param]:
             self._sums.pop(key, None)
-        new = [p for key, p in members.items() if p.requires_grad and key not in self._hooks]
+        new = members.keys() != self._members.keys()
+        self._members = members
+        if not owner.in_charge:
+            self.hooks.remove()
+        else:
+            new |= self.hooks.put_on(members.values(), owner.names)
         if new:
-            names = self.owner.names()
-            for param in new:
-                hook = _Hook(self, names[id(param)])
-                self._hooks[id(param)] = param, param.register_post_accumulate_grad_hook(hook)
             self._prepare()
 
     @torch.no_grad()
     def take(self, param: Tensor, name: str) -> None:
         """Adds the parameter's gradient to its sum, and drops it."""
-        if param.grad is None or not self.owner.in_charge:
+        owner = self.owner
+        if param.grad is None or owner is None:
             return
+        if owner.store.home(param) is None and all(param is not p for p in owner.params()):
+            return  # the hook came here in a swap of tensors
         refuse_capture(f"the gradient of {name}, which is offloaded,", "threads of the host add it up")
         with self._lock:
             local = local_of(param)
-            if local.device != self.owner.device.torch_device:  # the model has moved
+            if local.device != owner.device.torch_device:  # the model has moved
                 self.flush()
-                self.owner.follow([param])
+                owner.follow([param])
             self._check_shape(param, local, name)
             grad = StepTable.checked_grad(param, local, param.grad, name).detach()
             first = id(param) not in self._sums
@@ -99,7 +98,7 @@ class OffloadedGradients:
                 except BaseException:
                     self._incomplete = True
                     raise
-            self._sums[id(param)] = total
+            self._sums[id(param)], self._taken_from[id(param)] = total, param._cdata
             param.grad = None
 
     @property
@@ -129,6 +128,8 @@ class OffloadedGradients:
     def _backward_ended(self) -> None:
         with self._lock:
             self._backward = None  # FSDP2 may set its last gradients after this
+            if self.owner is None:
+                return
             try:
                 self.staging.release(self._device)
             except BaseException:
@@ -145,10 +146,12 @@ class OffloadedGradients:
     def gather(self) -> None:
         """Waits for all gradients on their way, and takes those that no hook took: of a parameter that was frozen until
         now, or set by hand. Raises RuntimeError where the sums are not what backward made."""
+        self.hooks.check(self.owner.params(), self.owner.names)
         names = self.owner.names()
         left = [p for p in {id(p): p for p in self.owner.params()}.values() if p.grad is not None]
         for param in left:
-            if id(param) in self._sums:
+            # Of a tensor that was swapped since no hook was run, and its gradient is one more.
+            if id(param) in self._sums and self._taken_from.get(id(param)) == param._cdata:
                 raise RuntimeError(
                     f"{names[id(param)]}: its gradient was set once more after backward's had been offloaded. "
                     "DistributedDataParallel does so, which reduces gradients after all hooks: use fully_shard, or "
@@ -244,9 +247,3 @@ class OffloadedGradients:
                 f"{name}: its local shape is {tuple(local.shape)}, and gradients of {tuple(total.shape)} were "
                 "offloaded; call zero_grad() after such a change"
             )
-
-
-def _remove(hooks: dict[int, tuple[Tensor, Any]]) -> None:
-    for _, handle in hooks.values():
-        handle.remove()
-    hooks.clear()

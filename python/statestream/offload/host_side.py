@@ -10,7 +10,7 @@ from torch import Tensor
 
 from statestream.offload.adam_host import SLOT_BYTES, SLOTS, AdamOnHost, grain_bytes
 from statestream.offload.balance import Balance
-from statestream.offload.host_stream import HostShare
+from statestream.offload.host_stream import HostShare, StepTimes
 from statestream.offload.host_threads import host_threads
 from statestream.offload.plan import Piece
 from statestream.offload.share import fraction_of_all
@@ -33,7 +33,7 @@ class HostSide:
         self._share, self._settled = 0.5, False
         """Of "auto" the share of all bytes, and whether it stays so."""
         self._slots: list[Tensor] = []
-        self._timed: tuple[HostShare, int, int] | None = None
+        self._timed: tuple[StepTimes, int, int] | None = None
         self._chunks: tuple[Any, list[Any]] | None = None
         self._grains: list[int] = []
         """Of each unit the bytes that a grain takes in a slot: they follow its parameter's dtype."""
@@ -84,7 +84,7 @@ class HostSide:
 
     def stepped(self, share: HostShare | None, active: Collection[int]) -> None:
         """A step of these units is done, on the host's side by `share`."""
-        if share is None or not share.timed:
+        if share is None or share.times is None:
             return
         units = self.store.layout.units
 
@@ -92,7 +92,7 @@ class HostSide:
             return sum(units[p.unit].nbytes // units[p.unit].grains * (p.last - p.first) for p in pieces)
 
         on_device = nbytes(p for chunk in self.store.plan.chunks for p in chunk.pieces if p.unit in active)
-        self._timed = share, on_device, nbytes(p for chunk in share.chunks for p, _ in chunk)
+        self._timed = share.times, on_device, nbytes(p for chunk in share.chunks for p, _ in chunk)
 
     def _all_chunks(self, in_place: bool) -> list[Any]:
         layout = self.store.layout
@@ -110,6 +110,6 @@ class HostSide:
     def _learn(self) -> None:
         timed, self._timed = self._timed, None
         if timed is not None:
-            share, on_device, on_host = timed
-            device_seconds, host_seconds = share.seconds()
+            times, on_device, on_host = timed
+            device_seconds, host_seconds = times.seconds()
             self._balance.learn(on_device, device_seconds, on_host, host_seconds)

@@ -16,10 +16,10 @@ Why each wait is there, and there are no others:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["HostShare", "HostStepper", "Passage"]
+__all__ = ["HostShare", "HostStepper", "Passage", "StepTimes"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,19 @@ class Passage:
     outside_offset: int
     slot_offset: int
     nbytes: int
+
+
+@dataclass
+class StepTimes:
+    """When a step began, and when each side was done with it. It may outlive the step, and holds nothing of it."""
+
+    clock: Any
+    marks: dict[str, Any] = field(default_factory=dict)
+
+    def seconds(self) -> tuple[float, float]:
+        """Of a step that is over: how long the device took, and the host. Waits for both."""
+        begin, seconds = self.marks["begin"], self.clock.seconds
+        return seconds(begin, self.marks["device"]), seconds(begin, self.marks["host"])
 
 
 class HostStepper(Protocol):
@@ -60,20 +73,15 @@ class HostShare:
     def __init__(
         self, device: Any, slots: Sequence[Any], chunks: Sequence[Any], stepper: HostStepper, timed: bool = False
     ):
-        self.device, self.slots, self.chunks, self.stepper, self.timed = device, slots, chunks, stepper, timed
+        self.device, self.slots, self.chunks, self.stepper = device, slots, chunks, stepper
+        self.times = StepTimes(device.clock) if timed else None
         self.sent: list[Any] = []
         """Events after which the weights of each chunk are on the device."""
-        self._marks: dict[str, Any] = {}
 
     def mark(self, what: str, queue: Any) -> None:
         """Of a timed step: "begin", or that the "device" or the "host" is done."""
-        if self.timed:
-            self._marks[what] = self.device.clock.mark(queue)
-
-    def seconds(self) -> tuple[float, float]:
-        """Of a timed step that is over: how long the device took, and the host. Waits for both."""
-        begin, seconds = self._marks["begin"], self.device.clock.seconds
-        return seconds(begin, self._marks["device"]), seconds(begin, self._marks["host"])
+        if self.times is not None:
+            self.times.marks[what] = self.times.clock.mark(queue)
 
     def run(self, ready: Any) -> Iterator[Any]:
         """The flow; `ready` is an event of the compute queue."""

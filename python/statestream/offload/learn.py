@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from statestream.offload.counts import own_copy
 from statestream.tensors import local_of
 
-__all__ = ["StateKind", "check_plain", "is_host_scalar", "learn_state", "unhooked_step"]
+__all__ = ["StateKind", "check_plain", "is_host_scalar", "learn_state", "unhooked", "unhooked_step"]
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,18 @@ def learn_state(
         except Exception as error:
             errors.append(error)
             continue
+        errors.clear()  # their tracebacks hold this frame, which would hold them
         for name, value in made.items():
             check_plain(value, name, label)
         kept = {name: value for name, value in made.items() if not is_host_scalar(value, place)}
         return [StateKind(name, tuple(value.shape), value.dtype) for name, value in kept.items()]
-    raise ValueError(
-        f"the state of {type(inner).__name__} could not be learnt from a step of its own on one parameter of shape "
-        f"{shape} ({errors[0]}); pass elementwise=False to move all of its state in one pass"
-    ) from errors[-1]
+    try:
+        raise ValueError(
+            f"the state of {type(inner).__name__} could not be learnt from a step of its own on one parameter of shape "
+            f"{shape} ({errors[0]}); pass elementwise=False to move all of its state in one pass"
+        ) from errors[-1]
+    finally:
+        errors.clear()
 
 
 def _learn_on(
@@ -112,6 +116,8 @@ def _learn_on(
         state[like] = {k: _like_state(v, param, like) for k, v in held.items()}
     twin = object.__new__(type(inner))
     twin.__dict__.update(own_copy(vars(inner), instead))
+    # A step that calls the one of its base class, which torch has wrapped, runs the hooks there.
+    twin.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     with torch.no_grad():
         unhooked_step(twin)()
     return twin.state.get(like, {})
@@ -134,9 +140,14 @@ def _own(value: Any, device: torch.device) -> Any:
 
 def unhooked_step(inner: torch.optim.Optimizer) -> Callable[[], Any]:
     """The class's step without the wrapper in which torch.optim.Optimizer runs step hooks."""
-    step = type(inner).step
+    step = unhooked(type(inner).step)
+    return lambda: step(inner)
+
+
+def unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A class's step without that wrapper."""
     while (
         getattr(step, "hooked", False) and getattr(step, "__globals__", {}).get("__name__") == "torch.optim.optimizer"
     ):
         step = step.__wrapped__
-    return lambda: step(inner)
+    return step

@@ -59,6 +59,8 @@ class OnePass(Units):
     def step(self, numbers: StepNumbers) -> None:
         inner = self.inner
         params = list({id(p): p for p in self.params() if p.grad is not None}.values())
+        if not params:
+            self.check_gradients()
         self.follow(params)
         hosts = dict(inner.state)
         with Subset(inner, self.call) as subset, self.device.computing():

@@ -28,8 +28,16 @@ from statestream.foreign import as_state_dict
 from statestream.fused_adam import FusedAdam
 from statestream.interrupts import interrupts_held
 from statestream.memory import MemoryReport, report_of
+from statestream.offload.charge import hooks_without_charge
 from statestream.offload.checkpoint import export_state, load_state
-from statestream.offload.checks import check_gradients, check_groups, check_optimizer, check_share, device_of
+from statestream.offload.checks import (
+    check_gradients,
+    check_groups,
+    check_optimizer,
+    check_share,
+    check_step,
+    device_of,
+)
 from statestream.offload.device import device_for
 from statestream.offload.element_ranges import ElementRanges
 from statestream.offload.gradients import OffloadedGradients
@@ -54,8 +62,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: a FusedAdam, a Muon (torch.optim.Muon; dion's, in either layout), or any elementwise torch
-            optimizer. From here on use this one in its place; groups, defaults, state and hooks are shared. Its
-            parameters are on one device.
+            optimizer. From here on use this one in its place: groups, defaults, state and hooks are shared, and the
+            optimizer's own `step()` and `load_state_dict` raise. Its parameters are on one device.
         step_chunk_bytes: bound, in bytes, of all state on the device at any moment. Strict for FusedAdam, whose
             parameters are cut into ranges of elements (at least 256). Of other optimizers a parameter is the
             smallest piece, of a Muon over several ranks a batch of matrices: one that alone exceeds the bound is
@@ -79,8 +87,13 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: capturable or differentiable groups, LBFGS, an optimizer of which it is not known whether it is
-            elementwise, parameters on several devices, a share of the host that is out of range, or that or
-            offload_gradients of another optimizer than FusedAdam.
+            elementwise, a subclass of FusedAdam or an object whose own step would be left out, parameters on several
+            devices, a share of the host that is out of range, or that or offload_gradients of another optimizer than
+            FusedAdam.
+
+    Warns:
+        RuntimeWarning: another optimizer that offloads the gradients of these parameters is still there. This one takes
+            them over, and that one refuses to step. `close()` it, or delete it, before.
 
     Host memory is taken here, pinned where parameters are on a GPU, in one block a kind of state; if the system
     refuses to pin it, it is pageable, with one warning. State is read through this object (`opt.state`,
@@ -121,7 +134,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         }
         self.inner = optimizer
         self._become_optimizer()
-        self.units = self._build()
+        self._settle(self._build())
 
     def _become_optimizer(self) -> None:
         """What Optimizer.__init__ sets up, but for groups and state, which are the inner optimizer's."""
@@ -147,6 +160,29 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             warnings.warn(complaint, RuntimeWarning, stacklevel=4)  # past torch.no_grad
         return units
 
+    def _settle(self, units: ElementRanges | WholeParameters | OnePass) -> None:
+        """From here on they step, and nobody else does."""
+        self._units = units
+        units.charge.begin(self.inner)
+        units.take_over_gradients()
+
+    @property
+    def units(self) -> ElementRanges | WholeParameters | OnePass:
+        if self._units is None:
+            raise RuntimeError("this CPUOffloadOptimizer was closed; build a new one, and load what was saved")
+        return self._units
+
+    def close(self) -> None:
+        """Gives back what it holds: host memory, pinned or not, and hooks on parameters. State is gone: save
+        `state_dict()` before. From then on neither this optimizer nor the one inside steps, saves or loads; groups are
+        still there for schedulers. Closing once more does nothing.
+
+        Deleting the optimizer does the same. This is for where something else still holds it, such as a scheduler.
+        """
+        units, self._units = self._units, None
+        if units is not None:
+            units.close()
+
     # ---- what is shared with the inner optimizer ----
 
     @property
@@ -160,9 +196,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The inner optimizer's state, in host memory; waits for the last step's stores."""
-        units = self.__dict__.get("units")
-        if units is not None:
-            units.wait()
+        if "_units" in self.__dict__:  # which torch's constructor looks before
+            self.units.wait()
         return self.inner.state
 
     @state.setter
@@ -240,6 +275,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; host memory for the new parameters' state is taken here."""
         self._refuse_capture("add_param_group()")
+        self.units.check_in_charge()
         self.units.wait()
         alone = self.plan.alone
         self.inner.add_param_group(param_group)
@@ -250,6 +286,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.units.drop(self.inner.param_groups.pop()["params"])
             raise
+        self.units.take_over_gradients()
         if self.plan.alone != alone:
             # past what torch.no_grad and torch._disable_dynamo wrap around this
             warnings.warn(self.plan.complaint(self.units.smallest), RuntimeWarning, stacklevel=5)
@@ -259,6 +296,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """As the inner optimizer does; the same is done with gradients that were offloaded."""
         if (gradients := self._gradients) is not None:
             gradients.clear(set_to_none is not False)
+            gradients.attend()
         if set_to_none is None:
             self.inner.zero_grad()
         else:
@@ -297,13 +335,15 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         Step hooks of this optimizer, of the inner one and torch's global ones run once each.
         """
         self._refuse_capture("step()")
+        self.units.check_in_charge()
+        check_step(self.inner)
         if self.units.torn:
             raise RuntimeError(
                 f"an earlier step or load ended in an error that left {', '.join(self.units.torn)} written in part; "
                 "load a checkpoint of model and optimizer"
             )
         args: tuple[Any, ...] = (self.inner,) if closure is None else (self.inner, closure)
-        for hook in list(self.inner._optimizer_step_pre_hooks.values()):
+        for hook in list(hooks_without_charge(self.inner)["_optimizer_step_pre_hooks"].values()):
             changed = hook(self.inner, args, legacy)
             if changed is not None:
                 if not (isinstance(changed, tuple) and len(changed) == 2):
@@ -353,7 +393,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         missing = object()
         before = {k: self.inner.__dict__.get(k, missing) for k in handed}
         try:
-            with interrupts_held():
+            with interrupts_held(), self.units.charge.lent():
                 self.inner.__dict__.update(handed)
                 self.units.step(numbers)
                 if grad_scale is not None and ours:
@@ -386,6 +426,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """The inner optimizer's state dict, tensors in host memory: its own keys, dtypes and sharding (FusedAdam:
         FP32). Nothing goes to the device. A snapshot unless `state_dict_snapshot=False`."""
         self._refuse_capture("state_dict()")
+        self.units.check_in_charge()
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
         with interrupts_held():
@@ -404,6 +445,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """Loads into the host state in place, whatever device the values are on. All is checked first: a load that
         is refused changes nothing."""
         self._refuse_capture("load_state_dict()")
+        self.units.check_in_charge()
         state_dict = as_state_dict(state_dict)
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = hook(self, state_dict)
@@ -460,7 +502,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self.__dict__["inner"] = state["inner"]
         self._settings = state["settings"]
         self._become_optimizer()
-        self.units = self._build()
+        self._settle(self._build())
         if self._gradients is not None:
             self._gradients.restore(state["gradients"])
 

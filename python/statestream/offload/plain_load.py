@@ -50,10 +50,11 @@ class _Local:
 
 def load_plain(units: WholeParameters | OnePass, state_dict: dict[str, Any]) -> None:
     inner = units.inner
-    for hook in list(inner._optimizer_load_state_dict_pre_hooks.values()):
-        changed = hook(inner, state_dict)
-        if changed is not None:
-            state_dict = changed
+    with units.charge.lent():
+        for hook in list(inner._optimizer_load_state_dict_pre_hooks.values()):
+            changed = hook(inner, state_dict)
+            if changed is not None:
+                state_dict = changed
     groups = checked_groups(state_dict)
     lengths = [len(g["params"]) for g in groups]
     wanted = [len(g["params"]) for g in inner.param_groups]

@@ -10,6 +10,7 @@ The recorder stands between stream.py and the device and hands everything on; no
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,21 +48,26 @@ class Timeline:
         units = getattr(optimizer, "units", None)
         if units is None:
             raise TypeError(f"a timeline is of a CPUOffloadOptimizer, not of {type(optimizer).__name__}")
-        self._units = units
+        self._units = weakref.ref(units)  # the times may be kept longer than the optimizer
         self.spans: list[Span] = []
 
     def __enter__(self) -> Timeline:
-        device = self._units.device
-        if isinstance(device, _Recorder):
+        units = self._units()
+        if units is None:
+            raise RuntimeError("the optimizer of this timeline is gone; make one of an optimizer that is there")
+        if isinstance(units.device, _Recorder):
             raise RuntimeError("this optimizer's steps are being recorded already")
-        self._recorder = self._units.device = _Recorder(device)
+        self._recorder = units.device = _Recorder(units.device)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._units.device is self._recorder:  # unless the model has moved to another
-            self._units.device = self._recorder.device
-        self._units.wait()
-        self.spans = self._recorder.spans()
+        units, recorder = self._units(), self._recorder
+        del self._recorder
+        if units is not None:
+            if units.device is recorder:  # unless the model has moved to another
+                units.device = recorder.device
+            units.wait()
+        self.spans = recorder.spans()
 
     def save_png(self, path: str | Path) -> None:
         """Draws a row each for loads, updates and stores. ValueError where no step was streamed, OSError where `path`

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.arguments import names_of
+from statestream.gradient_hooks import GradientHooks
+from statestream.offload.charge import Charge, charge_of, hooks_without_charge
 from statestream.offload.device import device_for
 from statestream.offload.store import StateStore
 from statestream.scaling import StepNumbers
@@ -36,10 +39,19 @@ class Units(ABC):
     def __init__(self, inner: torch.optim.Optimizer, device: Any, budget: int | None):
         self.inner, self.device = inner, device
         self.store = StateStore(device.memory, budget)
+        self.hooks = GradientHooks(inner)
+        self.charge = Charge(self)
         self.torn: list[str] = []
-        self._last_store: Any = None
         self.step_bytes: int | None = None
         """Device memory that the last step took for state, at its highest; None before the first."""
+
+    def take_over_gradients(self) -> None:
+        """From another optimizer that is still there and takes them, with a warning."""
+        self.hooks.take_over(self.params(), self.names)
+
+    def check_gradients(self) -> None:
+        """RuntimeError where there are none because another optimizer takes them."""
+        self.hooks.check(self.params(), self.names)
 
     def took(self, nbytes: int) -> None:
         """Something of so many bytes is on the device, and nothing else that was told here."""
@@ -64,15 +76,37 @@ class Units(ABC):
 
     def wait(self) -> None:
         """Until host memory holds what the last step made."""
-        if self._last_store is not None:
-            self.device.synchronize(self._last_store)
-            self._last_store = None
+        self.charge.wait()
+
+    @property
+    def in_charge(self) -> bool:
+        """Whether the optimizer's state is here, and in no other such object."""
+        return charge_of(self.inner) is self.charge
+
+    def check_in_charge(self) -> None:
+        if not self.in_charge:
+            raise RuntimeError(
+                f"another CPUOffloadOptimizer has taken over this {type(self.inner).__name__}; use that one"
+            )
+
+    def close(self) -> None:
+        """Gives back hooks and memory. State is gone then, unless another has taken it over."""
+        self.hooks.remove()
+        if not self.in_charge:
+            return
+        self.charge.closed = True
+        try:
+            self.wait()
+        finally:
+            self.inner.state.clear()
 
     def detached(self) -> torch.optim.Optimizer:
         """A twin of `inner` as it would be had it never been offloaded, its state in memory of its own. Parameters
         are shared: it is there to be copied or pickled."""
         twin = object.__new__(type(self.inner))
         twin.__dict__.update(self.inner.__dict__)
+        twin.__dict__.update(hooks_without_charge(self.inner))
+        twin.__dict__.pop("step", None)  # a scheduler's, which steps `inner`
         return twin
 
     def params(self) -> Iterator[Tensor]:
@@ -80,12 +114,7 @@ class Units(ABC):
 
     def names(self) -> dict[int, str]:
         """What errors call each parameter, by id."""
-        found: dict[int, str] = {}
-        for number, group in enumerate(self.inner.param_groups):
-            names = group.get("param_names")
-            for i, param in enumerate(group["params"]):
-                found.setdefault(id(param), f"'{names[i]}'" if names else f"parameter {i} of group {number}")
-        return found
+        return names_of(self.inner.param_groups)
 
     @property
     def host_bytes(self) -> int:

@@ -215,6 +215,8 @@ class WholeParameters(Units):
     def _with_grad(self) -> list[Tensor]:
         """The parameters that have a gradient, their state in its place."""
         params = list({id(p): p for p in self.params() if p.grad is not None}.values())
+        if not params:
+            self.check_gradients()
         self.follow(params)
         outgrown = [p for p in params if id(p) in self.members and self.members[id(p)].outgrown]
         if outgrown or any(self.store.home(p) is None for p in params):
@@ -232,7 +234,7 @@ class WholeParameters(Units):
         stages = layout.stages(None if len(jobs) == len(layout.units) else jobs.keys())
         flow = _Flow(self, layout, jobs, subset)
         self.took(layout.plan.ring_bytes)
-        self._last_store = stream.run(self.device, layout.plan.ring_bytes, stages, flow)
+        self.charge.stored(self.device, stream.run(self.device, layout.plan.ring_bytes, stages, flow))
 
     def _create(self, members: list[Member], subset: Subset) -> None:
         """First steps: the optimizer makes the state on the device, where it is as large as the budget allows, and

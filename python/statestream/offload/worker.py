@@ -29,14 +29,18 @@ class Worker:
     def result(self) -> None:
         """Waits for the end; raises the flow's error."""
         self._thread.join()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, which would hold it
 
     def stop(self) -> None:
         """Ends it where it next yields, and waits for that. An error of its own is dropped: another came first."""
         self._stopped.set()
         self._thread.join()
+        self._error = None  # its traceback holds this object
 
     def _drive(self) -> None:
         try:
