@@ -467,6 +467,25 @@ def test_state_of_a_class_of_its_own_is_refused_by_name():
             CPUOffloadOptimizer(stepped, elementwise=elementwise)
 
 
+@pytest.mark.parametrize("elementwise", [True, False])
+def test_a_step_whose_state_is_refused_afterwards_has_counted_nothing(elementwise):
+    class LaterInEightBits(InAGroup):
+        def step(self, closure=None):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None and self.param_groups[0]["step"] == 3:
+                    self.state[p]["momentum"] = Quantised(torch.zeros_like(p, dtype=torch.int8))
+
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(LaterInEightBits(params), elementwise=elementwise)
+    train(optimizer, params, range(2))
+    before = counted(optimizer, params), [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match="Quantised"):
+        train(optimizer, params, [2])
+    assert counted(optimizer, params) == before[0]
+    assert all(torch.equal(a, b) for a, b in zip(params, before[1], strict=True))
+
+
 @pytest.mark.parametrize("chunk", [1000, CHUNK, None])
 def test_adafactor_is_known_and_streams_bit_equal(chunk):
     params, reference = make_params(), make_params()
