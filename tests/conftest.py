@@ -43,7 +43,7 @@ NOT_QUICK = tuple(
     convert/test_folders.py::test_a_conversion_takes_the_memory convert/test_hostile cuda demo
     distributed/test_claims distributed/test_export_peak distributed/test_fake_tensors
     distributed/test_global_index.py::test_any_ranges distributed/test_host_memory distributed/test_resharding
-    docs/test_planning doctor emulation fault_points/test_saving faults figures fuzz integrations
+    docs/test_planning doctor emulation fake_runtime fault_points/test_saving faults figures fuzz integrations
     memory/test_resident_peaks muon/test_on_fake_cuda muon/test_on_simulated_device muon/test_ranks
     numbers/test_doctor_checksums numbers/test_hostile_calls numbers/test_large_conversions
     numbers/test_native_threads numbers/test_scaled_blocks numbers/test_scaled_scalars numbers/test_scaled_training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from array import array
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from torch import Tensor
 __all__ = [
     "ALL_BF16",
     "ALL_FORMATS",
+    "BULK",
     "CPU",
     "GENERIC_FORMATS",
     "GPU",
@@ -29,6 +31,8 @@ __all__ = [
 ]
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BULK = 16 if "STATESTREAM_FAKE_CUDA" in os.environ else 1
+"""By what large sizes are divided: on the runtime of tests/fake_runtime a kernel takes a thousand times as long."""
 F32, BF16, I16, F16, U8 = torch.float32, torch.bfloat16, torch.int16, torch.float16, torch.uint8
 
 OPTIONS = AdamOptions(

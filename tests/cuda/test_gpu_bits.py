@@ -7,6 +7,7 @@ import torch
 from gpu_cases import (
     ALL_BF16,
     ALL_FORMATS,
+    BULK,
     GENERIC_FORMATS,
     GPU,
     OPTIONS,
@@ -22,7 +23,8 @@ from statestream import kernels
 from statestream.kernels import DeviceScalars
 from statestream.row_extras import scale_count
 
-LENGTHS = [*range(131), 4095, 4096, 4097, *(k * 8192 + d for k in (1, 2, 8) for d in (-9, -1, 0, 1, 7, 9))]
+CHUNKS = (1, 2, 8) if BULK == 1 else (1, 2)
+LENGTHS = [*range(131), 4095, 4096, 4097, *(k * 8192 + d for k in CHUNKS for d in (-9, -1, 0, 1, 7, 9))]
 
 
 @pytest.mark.parametrize("dtypes", ALL_FORMATS, ids=name_of)
@@ -64,7 +66,7 @@ def test_generic_step_has_the_cpus_bits(index):
 
 @pytest.mark.parametrize("stochastic", range(1, 8))
 def test_random_rounding_has_the_cpus_bits(stochastic):
-    want = Tensors.random(ALL_BF16, [*GENERIC_LENGTHS, 1 << 20], seed=1)
+    want = Tensors.random(ALL_BF16, [*GENERIC_LENGTHS, (1 << 20) // BULK], seed=1)
     got = want.to(GPU)
     for _ in range(3):
         step(want, stochastic=stochastic)
@@ -118,7 +120,7 @@ def test_advance_steps_counts_unless_found_inf():
 @pytest.mark.parametrize("dtypes", [ALL_FORMATS[0], SCALED_BF16], ids=name_of)
 def test_many_millions_of_ordinary_numbers(dtypes):
     """Division, square root and FP16 conversion of the hardware, in bulk."""
-    want = Tensors.random(dtypes, [1 << 24], seed=3)
+    want = Tensors.random(dtypes, [(1 << 24) // BULK], seed=3)
     got = want.to(GPU)
     for _ in range(2):
         step(want)

@@ -4,10 +4,10 @@ import gc
 
 import pytest
 import torch
-from gpu_cases import GPU, SCALED_BF16, Tensors, step
+from gpu_cases import BULK, GPU, SCALED_BF16, Tensors, step
 from statestream import FusedAdam
 
-MIB = 1 << 20
+MIB = (1 << 20) // BULK
 STAGING = 8 * MIB
 ELEMENTS = [24 * MIB, 24 * MIB + 13, 1000, 1]
 SLACK = 2 * MIB

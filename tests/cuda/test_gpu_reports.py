@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gpu_cases import GPU
+from gpu_cases import BULK, GPU
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline
 from statestream.doctor.checks import examine
 from statestream.doctor.findings import Verdict
 
-MIB = 1 << 20
+MIB = (1 << 20) // BULK
 
 
 @pytest.fixture

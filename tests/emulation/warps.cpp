@@ -1,5 +1,6 @@
 #include "warps.h"
 
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -15,6 +16,8 @@
 #else
 #define __sanitizer_start_switch_fiber(...) (void)0
 #define __sanitizer_finish_switch_fiber(...) (void)0
+// swapcontext asks the system for the mask of signals each time; a jump does not. AddressSanitizer knows only the first.
+#define STATESTREAM_JUMPS
 #endif
 
 namespace emulation {
@@ -44,6 +47,8 @@ enum class State { kReady, kWaits, kEnded };
 struct Fiber {
   Stack stack;
   ucontext_t context;
+  jmp_buf place_to_go_on;
+  bool is_started = false;
   void *fake_stack = nullptr;  // AddressSanitizer's
   State state = State::kEnded;
   uint32_t mask, value;
@@ -56,21 +61,30 @@ std::vector<std::unique_ptr<Fiber>> fibers;
 const std::function<void(unsigned)> *work;
 unsigned running;
 ucontext_t scheduler;
+#if defined(STATESTREAM_JUMPS)
+jmp_buf scheduler_goes_on;
+#endif
 const void *scheduler_bottom;
 size_t scheduler_bytes;
 
 void leave(bool for_good) {
   Fiber &fiber = *fibers[running];
   __sanitizer_start_switch_fiber(for_good ? nullptr : &fiber.fake_stack, scheduler_bottom, scheduler_bytes);
+#if defined(STATESTREAM_JUMPS)
+  if (!_setjmp(fiber.place_to_go_on)) _longjmp(scheduler_goes_on, 1);
+#else
   swapcontext(&fiber.context, &scheduler);
+#endif
   __sanitizer_finish_switch_fiber(fiber.fake_stack, &scheduler_bottom, &scheduler_bytes);
 }
 
 void begin() {
   __sanitizer_finish_switch_fiber(nullptr, &scheduler_bottom, &scheduler_bytes);
-  (*work)(running);
-  fibers[running]->state = State::kEnded;
-  leave(true);
+  do {
+    (*work)(running);
+    fibers[running]->state = State::kEnded;
+    leave(!fibers[running]->is_started);
+  } while (fibers[running]->is_started);
 }
 
 void resume(unsigned thread) {
@@ -78,6 +92,11 @@ void resume(unsigned thread) {
   running = thread;
   void *fake_stack = nullptr;
   __sanitizer_start_switch_fiber(&fake_stack, fiber.stack.bottom(), kStackBytes);
+#if defined(STATESTREAM_JUMPS)
+  if (_setjmp(scheduler_goes_on)) return;
+  if (fiber.is_started) _longjmp(fiber.place_to_go_on, 1);
+  fiber.is_started = true;
+#endif
   swapcontext(&scheduler, &fiber.context);
   __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
   (void)fake_stack;
@@ -117,21 +136,28 @@ void run_block(unsigned threads, const std::function<void(unsigned)> &body,
   while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
   for (unsigned thread = 0; thread < threads; ++thread) {
     Fiber &fiber = *fibers[thread];
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.bottom();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    makecontext(&fiber.context, begin, 0);
+    if (!fiber.is_started) {
+      getcontext(&fiber.context);
+      fiber.context.uc_stack.ss_sp = fiber.stack.bottom();
+      fiber.context.uc_stack.ss_size = kStackBytes;
+      makecontext(&fiber.context, begin, 0);
+    }
     fiber.state = State::kReady;
   }
-  for (uint64_t round = 0;; ++round) {
-    bool ran = false;
-    for (unsigned thread : order(round)) {
-      if (fibers[thread]->state != State::kReady) continue;
-      resume(thread);
-      ran = true;
+  try {
+    for (uint64_t round = 0;; ++round) {
+      bool ran = false;
+      for (unsigned thread : order(round)) {
+        if (fibers[thread]->state != State::kReady) continue;
+        resume(thread);
+        ran = true;
+      }
+      if (!ran) return;
+      for (unsigned first = 0; first < threads; first += kLanes) meet(first, threads);
     }
-    if (!ran) return;
-    for (unsigned first = 0; first < threads; first += kLanes) meet(first, threads);
+  } catch (...) {
+    fibers.clear();  // some are in the middle of this block
+    throw;
   }
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam
@@ -13,7 +15,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes"),
 ]
 
-MiB = 1 << 20
+MiB = 1 << (16 if "STATESTREAM_FAKE_CUDA" in os.environ else 20)
+"""On the runtime of tests/fake_runtime a kernel takes a thousand times as long."""
 MAKERS = {
     "fused_adam_masters": lambda p: FusedAdam(p, lr=0.1, master_weights=True, exp_avg_dtype="bf16"),
     "fused_adam": lambda p: FusedAdam(p, lr=0.1),
