@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from statestream.state_dict import (
 from statestream.state_keeper import StateKeeper
 from statestream.step_table import StepTable
 from statestream.stored import Stored
-from statestream.tensors import copy_version, is_dtensor, local_of
+from statestream.tensors import copy_version, is_dense, is_dtensor, local_of
 from statestream.transfer import Loader
 
 __all__ = ["Checkpointing"]
@@ -92,7 +93,7 @@ class Checkpointing:
         number = number_of(self.form.masters(others=bool(masters - {torch.int16})))
         for group in groups:
             group["format_version"] = number
-        stored = [self._keeper.all_stored(param, self.state[param]) for param in kept]
+        stored = self._as_stepped(kept, [self._keeper.all_stored(param, self.state[param]) for param in kept])
         if self.state_dict_cpu_offload:
             exported, staging = export_to_host(stored, self.export_staging_bytes)
         else:
@@ -107,6 +108,17 @@ class Checkpointing:
 
     def _lend(self, tensors: Iterable[Tensor]) -> None:
         self._lent = {t.untyped_storage()._cdata: (weakref.ref(t), copy_version(t)) for t in tensors}
+
+    def _as_stepped(self, params: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """States (StateKeeper's all_stored) as the next step would start from them: it begins by bringing masters back
+        to parameters that were written. Remainders are joined with whatever weight is there."""
+        owners = {id(p): state for p, state in zip(params, states, strict=True) if _has_master(state)}
+        members = [param for param in params if id(param) in owners]
+        for param, local in self._table.watch.written(members, [local_of(param) for param in members]):
+            if local.device.type != "meta" and is_dense(local):  # no step takes another
+                state = owners[id(param)]
+                state[MASTER] = replace(state[MASTER], written=local)
+        return states
 
     def _complete_state(self) -> None:
         """State of exactly the members: of parameters replaced since gone, of trained ones there, so that
@@ -219,11 +231,14 @@ class Checkpointing:
 
     @torch.no_grad()
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
-        """A (local) state as FP32, remainders as int16: the live tensor where it is stored so, else a copy.
+        """A (local) state as FP32, remainders as int16: the live tensor where it is stored so, else a copy. A master is
+        as the next step starts from it, and a copy where the weight was written and the master is another.
 
         With `skip_unscale` also a state that is stored as bfloat16 is the live tensor.
         """
         state = self._state_named(param, state_name)
+        if state_name == MASTER:
+            state = self._as_stepped([param], [{MASTER: state}])[0][MASTER]
         return state.local if skip_unscale and state.local.dtype is torch.bfloat16 else state.values()
 
     @torch.no_grad()
@@ -252,3 +267,8 @@ class Checkpointing:
             raise ValueError(f"state_name: {name!r} is not a state of this parameter; it has {has}")
         self._keeper.follow(param, state)
         return self._keeper.stored(param, name, state[name])
+
+
+def _has_master(state: dict[str, Any]) -> bool:
+    master = state.get(MASTER)
+    return isinstance(master, Stored) and master.local.dtype is not torch.int16

@@ -40,7 +40,7 @@ from statestream.scaling import (
 )
 from statestream.state_keeper import StateKeeper
 from statestream.step_table import Call, StepTable
-from statestream.tensors import local_of
+from statestream.tensors import is_dense, local_of
 from statestream.transfer import LEAST_STAGING_BYTES
 
 __all__ = ["FusedAdam"]
@@ -386,7 +386,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     @torch.no_grad()
     def refresh_masters(self) -> None:
         """Brings masters back to weights that were written through ``.data``, which leaves no
-        trace; every other write is noticed by the next step itself. Where a master still rounds to its
+        trace; every other write is noticed by the next step and the next save. Where a master still rounds to its
         weight it stays."""
         params, locals = [], []
         for param in self._params():
@@ -396,9 +396,10 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             self._keeper.follow(param, state)
             if MASTER in state and state[MASTER].dtype is not torch.int16:
                 local = local_of(param)
-                self._table.rederive(local, self._keeper.stored(param, MASTER, state[MASTER]))
-                params.append(param)
-                locals.append(local)
+                if is_dense(local):  # no step takes another
+                    self._keeper.stored(param, MASTER, state[MASTER]).refresh(local)
+                    params.append(param)
+                    locals.append(local)
         with interrupts_held():
             self._table.watch.remember(params, locals)
 

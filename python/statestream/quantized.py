@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["dequantized", "is_quantized", "rederive_master", "requantize"]
+__all__ = ["dequantized", "is_quantized", "rederive_master", "rederived_master", "requantize"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -31,17 +31,21 @@ def requantize(local: Tensor, master: Tensor) -> None:
         local.quantize_(master)
 
 
-def rederive_master(local: Tensor, master: Tensor) -> None:
-    """Where the FP32 master does not quantise to the tensor's value, that value replaces it.
+def rederived_master(local: Tensor, master: Tensor) -> Tensor:
+    """The FP32 master's values, but the tensor's own where the master does not quantise to them: a new tensor.
 
     Takes for a moment a second quantised tensor and 8 bytes an element; made only for a parameter that was
     written from outside.
     """
-    if not master.numel():
-        return
     values = dequantized(local)
     again = torch.empty_like(local.detach())
-    if is_quantized(again):
+    if master.numel() and is_quantized(again):
         requantize(again, master)
         values = torch.where(dequantized(again) == values, master, values)
-    master.copy_(values)
+    return values
+
+
+def rederive_master(local: Tensor, master: Tensor) -> None:
+    """Where the FP32 master does not quantise to the tensor's value, that value replaces it."""
+    if master.numel():
+        master.copy_(rederived_master(local, master))

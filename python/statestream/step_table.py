@@ -22,7 +22,7 @@ from statestream.foreign import check_has_data
 from statestream.global_index import runs_of
 from statestream.kernels import Formats
 from statestream.moments import MASTER, MOMENTS, STEP
-from statestream.quantized import is_quantized, rederive_master, requantize
+from statestream.quantized import is_quantized, requantize
 from statestream.rounding import Rounding
 from statestream.row_extras import scale_address
 from statestream.rows import add_rows, has_scales, runs_for
@@ -177,7 +177,7 @@ class StepTable:
     def refresh(self, call: Call, state: dict[Tensor, dict[str, Any]]) -> None:
         """Brings the call's masters back to parameters that were written since the last step."""
         for param, local in self.watch.written(*_watched(call)):
-            self.rederive(local, self.keeper.stored(param, MASTER, state[param][MASTER]))
+            self.keeper.stored(param, MASTER, state[param][MASTER]).refresh(local)
 
     @contextmanager
     def advanced(self, call: Call, found_inf: Tensor | None) -> Iterator[None]:
@@ -194,14 +194,6 @@ class StepTable:
             for counter, value in zip(call.counters, before, strict=True):
                 counter.copy_(value)
             raise
-
-    @staticmethod
-    def rederive(local: Tensor, master: Stored) -> None:
-        """Where the master does not round to the parameter, the parameter's value replaces it."""
-        if is_quantized(local):
-            rederive_master(local, master.local)
-        else:
-            kernels.refresh_master(local, master.local, scale=master.scale)
 
     def updated(self, call: Call) -> None:
         """Quantises the masters that kernels wrote, and says that the parameters were written: autograd is told, and

@@ -175,7 +175,9 @@ class Exporter(_Transfer):
         if source.numel() == 0:
             return
         queue, queues = _queue_between(source, target), self.queues(source)
-        if source.dtype is target.dtype:
+        if state.written is not None:
+            state.decode(target)  # in host memory, of slices: the device has no memory for it
+        elif source.dtype is target.dtype:
             queues.run(queue, lambda: target.copy_(flat(source), non_blocking=True))
         elif queue == COMPUTE:
             state.decode(target)

@@ -113,12 +113,17 @@ def peaks(
     staging_bytes: int,
     offload: bool = True,
     paths: Iterable[str] = BOUNDED,
+    written: bool = False,
     **formats: object,
 ) -> dict[str, Peak]:
-    """What each path takes with the option on (`offload`) or off. To be called inside `fake_cuda_world`."""
+    """What each path takes with the option on (`offload`) or off, of weights that were `written` since the step or not.
+    To be called inside `fake_cuda_world`."""
     found = {}
     with LiveBytes() as live:
         model, optimizer = build(shapes, staging_bytes, offload, **formats)
+        if written:
+            for param in model.parameters():
+                param.detach().zero_()
         for path in paths:
             run = PATHS[path](model, optimizer)
             gc.collect()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from statestream import transfer
+from statestream import stored, transfer
 from torch.distributed.tensor import Replicate, Shard
 
 from .export_peak import BOUNDED, Peak, Shape, build, local_elements, peaks
@@ -83,6 +83,32 @@ def test_states_in_blocks_with_scales_take_no_more(masters):
         shapes = dense(mesh, 1 << 20, 2)
         formats = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16", "master_weight_dtype": masters}
         assert_bounded(peaks(shapes, STAGING, **formats), STAGING)
+
+
+@pytest.mark.parametrize("masters", ["fp32", "fp16"])
+def test_masters_of_weights_that_were_written_take_no_more(masters, monkeypatch):
+    """What a step would make of them is made in host memory; a control sees it made on the device."""
+    decode = stored.Stored._decode_refreshed
+    seen = []
+
+    def noted(self, out, first):
+        seen.append(out.device.type)
+        decode(self, out, first)
+
+    def through_the_device(self, out, first):
+        whole = torch.empty(self.local.shape, dtype=torch.float32, device=self.local.device)
+        decode(self, out, first)
+        del whole
+
+    with fake_cuda_world() as mesh:
+        shapes = dense(mesh, 1 << 20, 2)
+        formats = {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16", "master_weight_dtype": masters, "written": True}
+        monkeypatch.setattr(stored.Stored, "_decode_refreshed", noted)
+        assert_bounded(peaks(shapes, STAGING, **formats), STAGING)
+        assert set(seen) == {"cpu"}
+        monkeypatch.setattr(stored.Stored, "_decode_refreshed", through_the_device)
+        with pytest.raises(AssertionError, match="beyond the staging budget"):
+            assert_bounded(peaks(shapes, STAGING, paths=["state_dict"], **formats), STAGING)
 
 
 def test_a_planted_full_size_temporary_breaks_the_bound(monkeypatch):

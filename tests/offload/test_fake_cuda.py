@@ -8,6 +8,7 @@ from distributed.fake_cuda import fake_cuda_world
 from distributed.live_bytes import LiveBytes
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload.device import HostDevice
+from statestream.stored import Stored
 from torch.distributed.tensor import DTensor, Shard
 
 MiB = 1 << 20
@@ -68,18 +69,28 @@ def test_one_pass_takes_all_of_the_state(on_device):
         assert all(total <= peak <= 1.02 * total for peak in peak_of_steps(optimizer))
 
 
-def test_the_exports_of_an_offloaded_optimizer_take_no_device_memory(on_device):
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("masters", ["fp32", "fp16"])
+def test_the_exports_of_an_offloaded_optimizer_take_no_device_memory(masters, written, on_device, monkeypatch):
+    """Of weights that were written the masters are those of the next step: the weights come down to the host."""
+    made, decode = [], Stored._decode_refreshed
+    monkeypatch.setattr(Stored, "_decode_refreshed", lambda self, *args: made.append(decode(self, *args)))
     with fake_cuda_world() as mesh, torch.no_grad():
         on_device(FakeCuda())
         params = [sharded(mesh, (64 * 128, 256)) for _ in range(8)]
-        optimizer = CPUOffloadOptimizer(FusedAdam(params, master_weights=True, exp_avg_dtype="bf16"), MiB)
+        options = {"master_weights": True, "master_weight_dtype": masters, "exp_avg_dtype": "bf16"}
+        optimizer = CPUOffloadOptimizer(FusedAdam(params, **options), MiB)
         optimizer.step()
+        if written:
+            for param in params:
+                param.detach().zero_()
         with LiveBytes() as live:
             live.count(params)
             live.mark()
             saved = optimizer.state_dict()
             optimizer.load_state_dict(saved)
         assert live.extra == 0
+        assert len(made) == (len(params) if written else 0)
         for state in saved["state"].values():
             for name in ("exp_avg", "exp_avg_sq", "master_param"):
                 assert state[name].device_mesh == mesh and state[name].dtype is torch.float32

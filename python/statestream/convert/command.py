@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -36,5 +37,9 @@ def convert(here: Path, there: Path, to: str, /, **options: Any) -> None:
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        run(here, there, to, progress=progress, **options)
+        with warnings.catch_warnings(record=True) as said:
+            run(here, there, to, progress=progress, **options)
+    for warning in said:
+        if warning.category is RuntimeWarning:
+            console.print(f"warning: {warning.message}", soft_wrap=True)
     print(f"{there} written")

@@ -58,6 +58,8 @@ def convert_file(
     Raises:
         ValueError: something cannot be kept or is not there. Nothing has been written.
         OSError: a file cannot be read or written.
+
+    A RuntimeWarning says how many masters do not round to their weights, where both are in the file.
     """
     with appearing(source_file, target_file) as part:
         scratch = Scratch(part.parent)
@@ -78,6 +80,7 @@ def convert_file(
             made = dict(view.fp32_weights())
             converted = view.converted(Request(to, source, None, adam_w_mode, {*drop, MASTER}))
             content = _with(content, weights.path, weights.replaced(made))
+        view.agreement.warn()
         _write(_with(content, path, converted), scratch, part, progress)
 
 

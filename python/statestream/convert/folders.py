@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from statestream.convert.agreement import Agreement, comparable
 from statestream.convert.folder_io import Entry, Reader, write_checkpoint
 from statestream.convert.layout import STATE, Flat, group_label, param_label
 from statestream.convert.rules import (
@@ -35,6 +36,9 @@ from statestream.foreign import count_of
 from statestream.moments import MASTER, MOMENTS, STEP
 
 __all__ = ["convert_checkpoint"]
+
+Compare = Callable[[ChunkStorageMetadata, Tensor, Tensor | None], None]
+"""Takes a piece of a master, and of its weight if that was read."""
 
 
 @torch.no_grad()
@@ -71,6 +75,8 @@ def convert_checkpoint(
     Raises:
         ValueError: something cannot be kept, or is not there; it names the parameter and the way out.
         OSError: a file cannot be read or written. Either way nothing is left of the target.
+
+    A RuntimeWarning says how many masters do not round to their weights, where both are in the checkpoint.
     """
     request = Request(to, source, masters, adam_w_mode, drop)
     if isinstance(part_bytes, bool) or not isinstance(part_bytes, int) or part_bytes < 1:
@@ -79,6 +85,7 @@ def convert_checkpoint(
         view = _FolderView(Reader(source_folder), optimizer, model)
         entries = view.rebuilt(convert(view.groups, request, flat=view.flat))
         write_checkpoint(part, entries, part_bytes, progress)
+    view.agreement.warn()
 
 
 @dataclass
@@ -95,7 +102,7 @@ class _FolderView:
     """The optimizer's part of a checkpoint as the rules see it."""
 
     def __init__(self, reader: Reader, optimizer: str | None, model: str | None):
-        self.reader = reader
+        self.reader, self.agreement = reader, Agreement()
         self.outer = _outer(reader, optimizer)
         inside = [k.removeprefix(self.outer) for k in reader if k.startswith(self.outer)]
         inside = [key for key in inside if key.startswith(("state.", "param_groups."))]
@@ -198,7 +205,9 @@ class _FolderView:
                     entries[entry.key] = entry
                 if param.weight is not None:
                     master, path = member.states[MASTER], self.reader.paths.get(member.weight)
-                    weights[member.weight] = self._tensor(member.weight, path, param.weight, master, member.weight)
+                    weights[member.weight] = self._tensor(
+                        member.weight, path, param.weight, master, member.weight, self._comparing(member)
+                    )
             settings = group.settings if self.flat else {**group.settings, "params": names}
             for what, value in settings.items():
                 entry = Entry.of(*self._place("param_groups", names[0] if self.flat else number, what), value)
@@ -218,7 +227,8 @@ class _FolderView:
             kept, needs_weight = sources(how, what)
             state = None if kept is None else member.states[kept]
             weight = member.weight if needs_weight else None
-            entries.append(self._tensor(*self._place("state", member.name, what), how, state, weight))
+            compare = self._comparing(member) if how is How.KEPT and what == MASTER else None
+            entries.append(self._tensor(*self._place("state", member.name, what), how, state, weight, compare))
         if param.step is not None:
             step = torch.tensor(param.step, dtype=torch.float32, device="cpu")
             entries.append(Entry.of(*self._place("state", member.name, STEP), step))
@@ -230,7 +240,30 @@ class _FolderView:
             return self._tensor(key, path, How.KEPT, key, None)
         return Entry(key, path, BytesStorageMetadata(), lambda _: self.reader.bytes_of(key))
 
-    def _tensor(self, key: str, path: tuple | None, how: How, state: str | None, weight: str | None) -> Entry:
+    def _comparing(self, member: _Member) -> Compare | None:
+        """What compares a piece of a member's master with the weight, which is in the checkpoint."""
+        if member.weight is None:
+            return None
+        master, own = (self.reader.tensors[key] for key in (member.states[MASTER], member.weight))
+        if master.size != own.size or not comparable(master.properties.dtype, own.properties.dtype):
+            return None
+
+        def compare(piece: ChunkStorageMetadata, master: Tensor, weight: Tensor | None) -> None:
+            if weight is None:
+                weight = self.reader.read(member.weight, piece)
+            self.agreement.compare(member.param.label, master, weight)
+
+        return compare
+
+    def _tensor(
+        self,
+        key: str,
+        path: tuple | None,
+        how: How,
+        state: str | None,
+        weight: str | None,
+        compare: Compare | None = None,
+    ) -> Entry:
         """An entry whose values are made of those of two others: in the pieces of the weight where there is one."""
         tensors = self.reader.tensors
         like = tensors[weight or state]
@@ -243,7 +276,10 @@ class _FolderView:
         metadata = TensorStorageMetadata(TensorProperties(dtype=dtype), like.size, list(like.chunks))
 
         def make(piece: ChunkStorageMetadata) -> Tensor:
-            return values_of(how, *(None if k is None else self.reader.read(k, piece) for k in (state, weight)))
+            read = [None if k is None else self.reader.read(k, piece) for k in (state, weight)]
+            if compare is not None:
+                compare(piece, *read)
+            return values_of(how, *read)
 
         return Entry(key, path, metadata, make)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.convert.agreement import Agreement
 from statestream.convert.layout import Flat, group_label, groups_of, param_label
 from statestream.convert.rules import ADAMS_TENSORS, Group, How, NewGroup, Param, Request, check_masters, convert
 from statestream.convert.values import sources, values_of
@@ -60,11 +61,16 @@ def convert_state_dict(
 
     Raises:
         ValueError: something cannot be kept, or is not an Adam's; it names the parameter and the way out.
+
+    Masters that are kept are compared with their weights, where these are given: a RuntimeWarning says how many differ.
     """
     if masters == "weights":
         raise ValueError("masters='weights': a state dict holds none; drop=['master_param'], and take fp32_weights()")
     request = Request(to, source, masters, adam_w_mode, drop)
-    return StateDictView(state_dict, weights).converted(request)
+    view = StateDictView(state_dict, weights)
+    converted = view.converted(request)
+    view.agreement.warn()
+    return converted
 
 
 @torch.no_grad()
@@ -72,9 +78,12 @@ def fp32_weights(state_dict: Mapping[str, Any], weights: Weights) -> Iterator[tu
     """The weights as FP32, each with its name or number: the master where there is one, the weight and its remainders
     joined, else the weight's own value. One is made at a time, when it is asked for.
 
-    Arguments as in `convert_state_dict`. ValueError where the weight of a remainder is missing or not bfloat16.
+    Arguments as in `convert_state_dict`. ValueError where the weight of a remainder is missing or not bfloat16. After
+    the last, a RuntimeWarning says how many masters do not round to their weights, if any.
     """
-    return StateDictView(state_dict, weights).fp32_weights()
+    view = StateDictView(state_dict, weights)
+    yield from view.fp32_weights()
+    view.agreement.warn()
 
 
 _NUMBERS = {"lr": 0.0, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
@@ -93,7 +102,7 @@ class StateDictView:
     """A state dict as the rules see it. `make` makes values anew; the weights are as in `convert_state_dict`."""
 
     def __init__(self, state_dict: Mapping[str, Any], weights: Weights | None, make: Make = values_of):
-        self.make = make
+        self.make, self.agreement = make, Agreement()
         self.source = state_dict
         state_dict = as_state_dict(state_dict)
         self.flat = not state_dict.keys() & {"state", "param_groups"}
@@ -161,6 +170,7 @@ class StateDictView:
             elif master is None:
                 yield key, self._made(param.label, How.WEIGHT, None, weight)
             elif master.dtype is not torch.int16:
+                self._compare(param.label, master, weight)
                 yield key, master
             elif weight.dtype is torch.bfloat16:
                 yield key, self._made(param.label, How.JOINED, master, weight)
@@ -193,7 +203,13 @@ class StateDictView:
     def _value(self, name: Hashable, key: str, how: How) -> Tensor:
         kept, needs_weight = sources(how, key)
         state = None if kept is None else self.states[name][kept]
+        if how is How.KEPT and key == MASTER:
+            self._compare(param_label(name), state, self.weights.get(name))
         return self._made(param_label(name), how, state, self.weights[name] if needs_weight else None)
+
+    def _compare(self, label: str, master: Tensor, weight: Tensor | None) -> None:
+        if weight is not None:
+            self.agreement.compare(label, local_of(master.detach()), local_of(weight.detach()))
 
     def _made(self, label: str, how: How, state: Tensor | None, weight: Tensor | None) -> Tensor:
         if how is How.KEPT:

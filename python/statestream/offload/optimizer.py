@@ -412,11 +412,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def refresh_masters(self) -> None:
-        """FusedAdam inside: the next step compares every FP32 master with its weight; for weights that were
-        written through ``.data``."""
+        """FusedAdam inside: as its own. Weights on a GPU come down to the masters in slices."""
         if not isinstance(self.inner, FusedAdam):
             raise TypeError(f"{type(self.inner).__name__} has no masters")
-        self.inner._table.watch.forget()
+        self.units.wait()
+        self.inner.refresh_masters()
 
     # ---- checkpoints ----
 
