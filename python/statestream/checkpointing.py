@@ -198,11 +198,12 @@ class Checkpointing:
         return False
 
     def check_whole(self) -> None:
-        """RuntimeError after a load that ended in an error in the middle."""
+        """RuntimeError after a load that ended in an error in the middle, or a step that could not be finished."""
         if self._half_loaded:
             raise RuntimeError(
                 "an earlier load_state_dict ended in an error after it had begun to write; load a checkpoint again"
             )
+        self._keeper.check_whole()
 
     def _copies_of(self, load: ParamLoad) -> list[tuple[Tensor, Stored]]:
         """What is to be copied where, into state that is there, and in its form."""
@@ -236,6 +237,7 @@ class Checkpointing:
 
         With `skip_unscale` also a state that is stored as bfloat16 is the live tensor.
         """
+        self.check_whole()
         state = self._state_named(param, state_name)
         if state_name == MASTER:
             state = self._as_stepped([param], [{MASTER: state}])[0][MASTER]

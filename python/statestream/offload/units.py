@@ -29,7 +29,7 @@ class Units(ABC):
     """`inner`'s state in a store, and the device that it is streamed to.
 
     `torn` names parameters that an error left updated in part, which only a device that refuses every further
-    call can bring about.
+    call can bring about, or a load that ended in an error in the middle. They are named until a load succeeds.
     """
 
     splits_parameters = False
@@ -52,6 +52,14 @@ class Units(ABC):
     def check_gradients(self) -> None:
         """RuntimeError where there are none because another optimizer takes them."""
         self.hooks.check(self.params(), self.names)
+
+    def check_whole(self) -> None:
+        """RuntimeError where any parameter is torn."""
+        if self.torn:
+            raise RuntimeError(
+                f"an earlier step or load ended in an error that left {', '.join(self.torn)} written in part; "
+                "load a checkpoint of model and optimizer"
+            )
 
     def took(self, nbytes: int) -> None:
         """Something of so many bytes is on the device, and nothing else that was told here."""
