@@ -193,7 +193,7 @@ class ElementRanges(Units):
             self.wait()
             moving = [p for p in self.params() if self.store.home(p) is not None and not self._fits(p)]
             for p in moving:
-                self.store.homes.pop(id(p), None)  # one that is listed twice comes twice
+                self.store.leave(p)
                 self._views.pop(id(p), None)  # they are of the place that it leaves, whatever its form is later
             self.reserve([*moving, param])
         return self.store.home(param)

@@ -52,7 +52,7 @@ class HostSide:
             fraction = self._balanced(device, active)
         self.store.share(fraction)
         if fraction:
-            grains = [self._grain_bytes(param) for bank in self.store.banks for param in bank.units]
+            grains = [self._grain_bytes(p) if p is not None else 0 for bank in self.store.banks for p in bank.units]
             if grains != self._grains:
                 self._grains, self._chunks = grains, None
             if not device.host_reaches_parameters:

@@ -108,10 +108,8 @@ class MuonBatches(WholeParameters):
         if layout is self._agreed:
             return
         params = [param for bank in self.store.banks for param in bank.units]
-        # A parameter that changed has left the place that it had.
-        keys = [id(p) if (home := self.store.home(p)) and home.unit == i else None for i, p in enumerate(params)]
-        check_partition(layout.plan, keys, {key: m.name for key, m in self.members.items()})
-        if any(is_fake(local_of(param)) for param in params):
+        check_partition(layout.plan, list(map(id, params)), {key: m.name for key, m in self.members.items()})
+        if any(is_fake(local_of(param)) for param in params if param is not None):
             return  # memory is estimated, and there are no other ranks; or they are asked once there are data
         groups = self.layout.process_groups()
         if groups:

@@ -56,7 +56,7 @@ def check_partition(plan: Plan, units: Sequence[Hashable], params: Mapping[Hasha
         )
 
 
-def describe(plan: Plan, params: Sequence[Tensor]) -> str:
+def describe(plan: Plan, params: Sequence[Tensor | None]) -> str:
     """The plan in words, from what every rank knows alike: `params`, in the order of the plan, by global shape,
     placements and dtype. One line a chunk."""
     lines = []
@@ -64,6 +64,8 @@ def describe(plan: Plan, params: Sequence[Tensor]) -> str:
         kinds: dict[str, int] = {}
         for piece in chunk.pieces:
             param = params[piece.unit]
+            if param is None:  # its state lies elsewhere by now; the bytes of the chunk tell
+                continue
             where = f" {tuple(map(str, param.placements))}" if is_dtensor(param) else ""
             kind = f"{'x'.join(map(str, param.shape))} {str(param.dtype).removeprefix('torch.')}{where}"
             kinds[kind] = kinds.get(kind, 0) + 1

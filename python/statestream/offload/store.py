@@ -120,6 +120,12 @@ class StateStore:
         home = self.homes.get(id(param))
         return home if home is not None and home.param is param else None
 
+    def leave(self, param: Tensor) -> None:
+        """The parameter's state is to lie elsewhere. Its unit stays in the plan as no one's: it is never stepped."""
+        home = self.homes.pop(id(param), None)
+        if home is not None:
+            home.bank.units[home.index] = None
+
     def keep(self, params: Sequence[Tensor]) -> None:
         """Gives back the banks that hold state of none of these."""
         wanted = {id(param) for param in params}

@@ -111,8 +111,8 @@ class WholeParameters(Units):
         changed = {id(p): p for p in params if self.members[id(p)].outgrown}
         if changed:
             self.wait()
-            for key in changed:
-                self.store.homes.pop(key)
+            for param in changed.values():
+                self.store.leave(param)
             self.reserve(list(changed.values()), changed)
 
     def _kinds(
@@ -222,7 +222,7 @@ class WholeParameters(Units):
         if outgrown or any(self.store.home(p) is None for p in params):
             self.wait()
             for param in outgrown:
-                self.store.homes.pop(id(param))
+                self.store.leave(param)
             self.reserve(params)
         self.take_back(self.members[id(p)] for p in params)
         return params
