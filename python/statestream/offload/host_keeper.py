@@ -41,7 +41,8 @@ class HostKeeper(StateKeeper):
         return self.ranges is not None
 
     def check_whole(self) -> None:
-        self.ranges.check_whole()
+        if (ranges := self.ranges) is not None:
+            ranges.check_whole()
 
     def make(self, param: Tensor) -> dict[str, Any]:
         ranges = self.ranges
