@@ -61,8 +61,8 @@ class Arena:
 
 
 class Bank:
-    """Arenas of units that were added together: `units[i]`, the parameter or None where its state lies elsewhere by now,
-    has index `first + i` in the plan."""
+    """Arenas of units that were added together: `units[i]` has index `first + i` in the plan. It is the parameter, or
+    None where that one's state lies elsewhere by now."""
 
     def __init__(self, first: int, units: Sequence[Any], arenas: Sequence[Arena]):
         self.first, self.units, self.arenas = first, list(units), tuple(arenas)
