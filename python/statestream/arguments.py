@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from statestream.tensors import is_fake
 
@@ -106,10 +107,16 @@ def check_group_options(group: dict[str, Any], where: str = "") -> None:
         raise RuntimeError(
             f"amsgrad{where}: FusedAdam does not support the AMSGrad variant; use torch.optim.AdamW for it"
         )
+    if group.get("differentiable"):
+        raise RuntimeError(
+            f"differentiable{where}: autograd cannot follow FusedAdam's step; use torch.optim.AdamW for it"
+        )
 
 
 def check_param(param: Tensor, name: str) -> None:
-    """Raises for a parameter that no kernel updates."""
+    """Raises for a (local) parameter that no kernel updates."""
+    if is_lazy(param):
+        raise ValueError(f"{name}: it is not initialized, so that its shape is not known; run the model once before")
     if param.is_complex():
         raise ValueError(f"{name}: complex parameters ({param.dtype}) are not supported; give torch.view_as_real of it")
     if param.layout is not torch.strided:

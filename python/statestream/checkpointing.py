@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.arguments import names_of
 from statestream.capture import refuse_capture
 from statestream.export import export_on_device, export_to_host, taken_by_export
 from statestream.foreign import as_state_dict
@@ -129,7 +130,7 @@ class Checkpointing:
             self._keeper.forget(key)
             self._table.watch.forget(key)
         for param in self._params():
-            if param.requires_grad or param in self.state:
+            if param in self.state or (param.requires_grad and self._table.takes(param)):
                 self._keeper.follow(param, self.state[param])
 
     @torch._disable_dynamo
@@ -155,6 +156,9 @@ class Checkpointing:
                 state_dict = replaced
         try:
             plan = plan_load(state_dict, self.param_groups, self.form, self.state)
+            for load in plan.params:
+                if load.values is not None:
+                    self._check_can_have_state(load.param)
         except (ValueError, RuntimeError) as error:
             kind = ValueError if isinstance(error, ValueError) else RuntimeError
             if self._was_written(state_dict):
@@ -263,12 +267,17 @@ class Checkpointing:
             loader.copy(values, state)
 
     def _state_named(self, param: Tensor, name: str) -> Stored:
+        self._check_can_have_state(param)
         state, kinds = self.state[param], self.form.dtypes(param)
         if name not in kinds:
             has = ", ".join(sorted(kinds))
             raise ValueError(f"state_name: {name!r} is not a state of this parameter; it has {has}")
         self._keeper.follow(param, state)
         return self._keeper.stored(param, name, state[name])
+
+    def _check_can_have_state(self, param: Tensor) -> None:
+        if not self._table.takes(param):
+            self._table.check(param, names_of(self.param_groups).get(id(param), "parameter"))  # says why
 
 
 def _has_master(state: dict[str, Any]) -> bool:

@@ -18,7 +18,6 @@ from statestream.arguments import (
     as_dtype,
     as_number,
     check_group_options,
-    check_param,
     names_of,
 )
 from statestream.capture import check_settings_on_device, is_capturing, refuse_capture
@@ -33,6 +32,7 @@ from statestream.rounding import Rounding
 from statestream.scaling import (
     count_on_device,
     device_scalars,
+    home_of,
     needs_scaled_gradients,
     numbers_of,
     scaling_of,
@@ -54,9 +54,11 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     the state is stored in; the same bits on CPU and CUDA, for any number of threads and any sharding.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs or group dicts; float32, bfloat16 or float16, dense, or
-            quantised ones such as Transformer Engine's (``dequantize(dtype=)`` and ``quantize_(values)``), which need
-            master_weights=True: their FP32 masters are updated, and then quantised.
+        params: parameters, ``(name, parameter)`` pairs or group dicts, as AdamW takes them: frozen ones of any dtype,
+            lazy ones, a group over several devices. What is trained is float32, bfloat16 or float16 and dense, or wraps
+            one such tensor, as torchao's float8 weights do; or it is quantised, as Transformer Engine's are
+            (``dequantize(dtype=)`` and ``quantize_(values)``), and needs master_weights=True: its FP32 master is
+            updated, and then quantised. Anything else is refused by the first step in which it has a gradient.
         lr: learning rate, a number or a tensor of one element (copied, one for each group).
         betas, eps, weight_decay: as in ``torch.optim.AdamW``. Note that weight_decay defaults to 0.
         amsgrad: refused.
@@ -74,6 +76,8 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             dtype than the parameter.
         store_param_remainders: instead of FP32 masters store the 16 bits that a BF16 weight lacks; 2
             bytes an element less. Needs master_weights=True. Float16 and quantised parameters keep FP32 masters.
+        foreach, fused: accepted as AdamW takes them, also in groups, and of no effect: every step is fused.
+        differentiable: refused if true.
         set_grad_none: deprecated; pass set_to_none to zero_grad.
         state_dict_cpu_offload: ``state_dict()`` makes FP32 copies in host memory, one state after
             another, needing `export_staging_bytes` of device memory rather than 8 bytes an element.
@@ -88,8 +92,8 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
 
     Raises:
         ValueError: an argument is out of range, or a dtype is not supported, or is not rounded as asked.
-        RuntimeError: amsgrad, capturable with remainders, sparse gradients, quantised parameters without masters or
-            with capturable.
+        RuntimeError: amsgrad, differentiable, capturable with remainders. From a step: sparse gradients, quantised
+            parameters without masters or with capturable.
 
     State of parameter p, ``optimizer.state[p]``, made when first read: ``exp_avg``, ``exp_avg_sq`` and
     perhaps ``master_param`` (shaped and sharded as p), and ``step`` (0-dim float32, counts p's updates).
@@ -117,6 +121,9 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype | str = torch.float32,
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
         set_grad_none: bool | None = None,
         state_dict_cpu_offload: bool = False,
         export_staging_bytes: int = 64 * 1024 * 1024,
@@ -165,10 +172,10 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
             "maximize": bool(maximize),
-            "foreach": None,
+            "foreach": foreach,
             "capturable": self.capturable,
-            "differentiable": False,
-            "fused": None,
+            "differentiable": differentiable,
+            "fused": fused,
             "decoupled_weight_decay": self.adam_w_mode,
             "bias_correction": bool(bias_correction),
             STEP: 0,
@@ -196,21 +203,6 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             group["params"] = [params] if isinstance(params, Tensor) else list(params)
         number = len(self.param_groups)
         check_group_options({**self.defaults, **group}, where=f" of group {number}" if number else "")
-        tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-        devices = set()
-        for i, param in enumerate(tensors):
-            if isinstance(param, Tensor):
-                check_param(param, f"parameter {i} of group {number}")
-                with torch.no_grad():
-                    local = local_of(param)
-                    self.form.check(local, f"parameter {i} of group {number}")
-                    self.rounding.check(local, f"parameter {i} of group {number}")
-                devices.add(param.device)
-        if len(devices) > 1:
-            raise ValueError(
-                f"group {number} has parameters on {', '.join(sorted(map(str, devices)))}; "
-                "give the parameters of each device a group of their own"
-            )
         super().add_param_group(group)
         try:
             self._take_settings(self.param_groups[-1])
@@ -231,7 +223,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         if isinstance(added["lr"], Tensor):
             added["lr"] = added["lr"].detach().clone()
         if self.capturable:
-            device = local_of(added["params"][0]).device if added["params"] else torch.device("cpu")
+            device = home_of(added, added["lr"])
             added["lr"] = torch.as_tensor(added["lr"], dtype=torch.float32, device=device)
             added[STEP] = torch.tensor(as_number(added[STEP]), dtype=torch.float32, device=device)
 
@@ -242,7 +234,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             if id(param) not in self._members:
                 return None
         with torch.no_grad():
-            return self._keeper.make(param)
+            return self._keeper.make(param) if self._table.takes(param) else {}
 
     def _params(self) -> Iterable[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
@@ -295,11 +287,12 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         if self._hooks is not None and not any(calls for _, _, calls in plan):
             self._hooks.check(self._params(), lambda: names_of(self.param_groups))
         read_there = [
-            device_scalars(group, calls[0].device, grad_scale, found_inf) if self.capturable and calls else None
+            device_scalars(group, {call.device for call in calls}, grad_scale, found_inf) if self.capturable else {}
             for group, _, calls in plan
         ]
-        for (group, options, calls), scalars in zip(plan, read_there, strict=True):
+        for (group, options, calls), on in zip(plan, read_there, strict=True):
             for call in calls:
+                scalars = on.get(call.device)
                 self._table.refresh(call, self.state)
                 with self._table.advanced(call, None if scalars is None else scalars.found_inf):
                     kernels.adam(

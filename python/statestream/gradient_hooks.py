@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["GradientHooks"]
@@ -58,13 +59,13 @@ class GradientHooks:
         weakref.finalize(self, _remove, self._handles)
 
     def put_on(self, params: Iterable[Tensor], names: Callable[[], dict[int, str]]) -> bool:
-        """Has a hook on each of these that is trained and that no other optimizer has, and on no other parameter.
-        Whether there are new ones; `names()` is what errors call parameters, by id."""
+        """Has a hook on each of these that is trained and that no other optimizer has, and on no other parameter. A lazy
+        one takes none until it is initialized. Whether there are new ones; `names()` is what errors call parameters, by id."""
         kept: dict[int, RemovableHandle] = {}
         names, new = cache(names), False
         for param in params:
             hook = self._own(param)
-            if hook is None and param.requires_grad and not self._others(param):
+            if hook is None and param.requires_grad and not is_lazy(param) and not self._others(param):
                 hook, new = self._put(param, names()[id(param)]), True
             if hook is not None:
                 param._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks  # gives them to the tensor inside

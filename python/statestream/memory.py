@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from statestream.tensors import local_of
@@ -77,14 +79,14 @@ def report_of(
     seen: set[tuple[str, int, int]] = set()
 
     def count(kind: str, tensor: Any) -> None:
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or is_lazy(tensor):
             return
-        local = local_of(tensor.detach())
-        key = (kind, local.untyped_storage()._cdata, local.storage_offset())
-        if key not in seen:
-            seen.add(key)
-            where = held["cpu" if local.device.type == "cpu" else "device"]
-            where[kind] = where.get(kind, 0) + local.numel() * local.element_size()
+        for part in _parts_of(local_of(tensor.detach())):
+            key = (kind, part.untyped_storage()._cdata, part.storage_offset())
+            if key not in seen:
+                seen.add(key)
+                where = held["cpu" if part.device.type == "cpu" else "device"]
+                where[kind] = where.get(kind, 0) + part.numel() * part.element_size()
 
     for param in params:
         count("weights", param)
@@ -95,6 +97,22 @@ def report_of(
         held["cpu"][kind] = held["cpu"].get(kind, 0) + nbytes
     device, host = exported
     return MemoryReport(held["device"], held["cpu"], export_device=device, export_host=host, **extra)
+
+
+_COMPRESSED = {
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+    torch.sparse_coo: ("_indices", "_values"),
+}
+
+
+def _parts_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors with memory of their own that it is made of: more than itself if it is sparse, or of a class that
+    wraps some, as quantised weights are."""
+    if is_traceable_wrapper_subclass(tensor):
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [part for each in inner for part in _parts_of(each)]
+    return [getattr(tensor, name)() for name in _COMPRESSED.get(tensor.layout, ())] or [tensor]
 
 
 def log_memory(

@@ -20,8 +20,9 @@ class PromisedState(defaultdict):
     state, a checkpoint of a fresh optimizer is complete, and a load into one drops nothing.
 
     `make(param)`, a method of the optimizer, returns a member's new state, or None for a key that is no member. A
-    frozen member has state only once its brackets are read. The optimizer owns the state, which holds it weakly: once
-    the optimizer is gone, what was made stays, and nothing more is.
+    frozen member has state only once its brackets are read. One that cannot have any, such as a quantised base of
+    integers, has an empty state, which is not kept. The optimizer owns the state, which holds it weakly: once the
+    optimizer is gone, what was made stays, and nothing more is.
     """
 
     def __init__(self, make: Callable[[Tensor], dict[str, Any] | None] | None = None):
@@ -42,6 +43,8 @@ class PromisedState(defaultdict):
     def __missing__(self, key: Any) -> dict[str, Any]:
         make = self.make
         made = make(key) if make is not None and isinstance(key, Tensor) else None
+        if made is not None and not made:
+            return made
         self[key] = made if made is not None else {}
         return self[key]
 
@@ -57,9 +60,9 @@ class PromisedState(defaultdict):
         if make is None or not isinstance(key, Tensor) or not key.requires_grad:
             return False
         made = make(key)
-        if made is not None:
+        if made:
             self[key] = made
-        return made is not None
+        return bool(made)
 
     def __reduce__(self):
         # The owner's method stays behind; the owner's copy binds its own (Optimizer.__setstate__).

@@ -22,6 +22,7 @@ __all__ = [
     "StepNumbers",
     "count_on_device",
     "device_scalars",
+    "home_of",
     "needs_scaled_gradients",
     "numbers_of",
     "scaling_of",
@@ -127,22 +128,36 @@ def _can_be_written(tensor: Tensor) -> bool:
     return not (shares or frozen or tensor.is_neg())
 
 
+def home_of(group: dict[str, Any], value: float | Tensor, found_inf: Tensor | None = None) -> torch.device:
+    """Where a capturable group's lr or count, now `value`, has to be: on the device of its first trained parameter that
+    has data. Beside any other one it stays where it is. Where there is none it follows `found_inf`, which the host
+    would have to read otherwise."""
+    at = value.device if isinstance(value, Tensor) else None
+    there = (local_of(param).device for param in group["params"] if param.requires_grad)
+    with_data = (device for device in there if device.type != "meta")
+    home = next(with_data, None)
+    if home is None:
+        home = at if found_inf is None else found_inf.device
+        return torch.device("cpu") if home is None else home
+    return at if at is not None and at != home and at in with_data else home
+
+
 def device_scalars(
-    group: dict[str, Any], device: torch.device, grad_scale: Tensor | None, found_inf: Tensor | None
-) -> DeviceScalars:
-    """What a capturable call reads when it runs. lr stays at its address, which a CUDA graph holds, unless the
-    parameters have moved to another device or the group was given another lr."""
-    group["lr"] = _as_scalar(group["lr"], device)
-    return DeviceScalars(group["lr"], _there(grad_scale, device), _there(found_inf, device))
+    group: dict[str, Any], devices: Iterable[torch.device], grad_scale: Tensor | None, found_inf: Tensor | None
+) -> dict[torch.device, DeviceScalars]:
+    """What capturable calls read on each of these devices when they run. lr stays at its address, which a CUDA graph
+    holds, unless the parameters have moved to another device or the group was given another lr; on other devices than
+    its own there is a copy."""
+    group["lr"] = _as_scalar(group["lr"], home_of(group, group["lr"]))
+    return {
+        device: DeviceScalars(*(_there(scalar, device) for scalar in (group["lr"], grad_scale, found_inf)))
+        for device in devices
+    }
 
 
 def count_on_device(group: dict[str, Any], found_inf: Tensor | None) -> None:
     """Counts a capturable group's call, unless found_inf, without the host reading either."""
-    if group["params"]:
-        device = local_of(group["params"][0]).device
-    else:
-        known = next((t for t in (found_inf, group[STEP]) if isinstance(t, Tensor)), None)
-        device = torch.device("cpu") if known is None else known.device
+    device = home_of(group, group[STEP], found_inf)
     group[STEP] = _as_scalar(group[STEP], device)
     kernels.advance_steps(device, [group[STEP]], _there(found_inf, device))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from statestream.arguments import check_group_options
 from statestream.foreign import (
@@ -271,6 +272,10 @@ def _checked_state(
                 "StateDictOptions(strict=False)"
             )
         return ParamLoad(param, None)
+    if is_lazy(param):
+        raise ValueError(
+            f"{label}: it is not initialized, and the state dict has state of it; run the model once before"
+        )
     dtypes = form.dtypes(param)
     other = {name: value for name, value in present.items() if name not in (STEP, *MOMENTS, MASTER)}
     for name in sorted(other, key=str):

@@ -108,13 +108,23 @@ class StepTable:
             calls[g.device, g.formats, False] = call
         for i in left:
             self._add(calls, params[i], state, getattr(params[i], grad_name), name_of(i), first_ordinal + i)
-        devices = list(dict.fromkeys(call.device for call in calls.values()))
-        if len(devices) > 1:
-            raise ValueError(
-                f"the group of {name_of(0)} has parameters on {devices[0]} and on {devices[1]}; "
-                "give the parameters of each device a group of their own"
-            )
         return list(calls.values())
+
+    def check(self, param: Tensor, name: str) -> Tensor:
+        """The local tensor of a parameter that can be updated, and have state. Raises, naming it, where it cannot."""
+        local = local_of(param)
+        check_param(local, name)
+        self.keeper.form.check(local, name)
+        self.rounding.check(local, name)
+        return local
+
+    def takes(self, param: Tensor) -> bool:
+        """Whether the parameter can be updated, and have state."""
+        try:
+            self.check(param, "parameter")
+        except (ValueError, RuntimeError):
+            return False
+        return True
 
     def _add(
         self,
@@ -125,10 +135,7 @@ class StepTable:
         name: str,
         ordinal: int,
     ) -> None:
-        local = local_of(param)
-        check_param(local, name)
-        self.keeper.form.check(local, name)
-        self.rounding.check(local, name)
+        local = self.check(param, name)
         if not is_quantized(local):
             check_has_data(local, name)
         grad = self.checked_grad(param, local, grad, name)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["address_of", "copy_version", "flat", "is_dense", "is_dtensor", "is_fake", "local_of", "same_layout"]
 
@@ -11,14 +14,40 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """A DTensor's local tensor, arrived if it comes out of a collective; any other tensor itself. Call it
-    without grad mode."""
+    """A DTensor's local tensor, arrived if it comes out of a collective; any other tensor itself. Where its class wraps
+    one dense tensor, that one. Call it without grad mode."""
     if type(tensor) in _PLAIN:
         return tensor
     to_local = getattr(tensor, "to_local", None)
     local = tensor if to_local is None else to_local()
     wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor has no memory of its own to read
-    return local if wait is None else wait()
+    if wait is not None:
+        local = wait()
+    return local if type(local) in _PLAIN else _unwrapped(local)
+
+
+_WRAPPED: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
+"""By class, the attribute that holds the one tensor that it wraps; None where that is not all of its values. Asked
+once: torchao's answer reads a scale, for which the host would wait for the device."""
+
+_DERIVED = ("_precomputed_scale",)
+"""What torchao's float8 weights keep beside the tensor, and make anew from it after each step."""
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """The dense tensor inside one such as torchao's float8 weights, which are cast when they are gathered: with the
+    same shape and floating dtype, and nothing else that has values. Any other tensor itself."""
+    cls = type(tensor)
+    if cls not in _WRAPPED:
+        names = []
+        if is_traceable_wrapper_subclass(tensor) and not hasattr(cls, "quantize_"):
+            names = [name for name in tensor.__tensor_flatten__()[0] if name not in _DERIVED]
+        _WRAPPED[cls] = names[0] if len(names) == 1 else None
+    name = _WRAPPED[cls]
+    inner = None if name is None else getattr(tensor, name)
+    if type(inner) not in _PLAIN or inner.shape != tensor.shape or inner.dtype is not tensor.dtype:
+        return tensor
+    return inner if inner.is_floating_point() else tensor
 
 
 def is_dtensor(tensor: Tensor) -> bool:

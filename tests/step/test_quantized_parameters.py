@@ -78,14 +78,20 @@ def test_gradients_of_autograd_are_taken():
 
 
 def test_without_masters_they_are_refused_by_name_as_is_capturable():
-    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0: .*Float8 .*master_weights=True"):
-        FusedAdam(quantized())
-    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0: .*Float8 .*capturable=False"):
-        FusedAdam(quantized(), master_weights=True, capturable=True)
-    optimizer = FusedAdam([torch.nn.Parameter(torch.ones(3))])
-    with pytest.raises(RuntimeError, match=r"parameter 0 of group 1: .*master_weights=True"):
-        optimizer.add_param_group({"params": quantized()})
-    assert len(optimizer.param_groups) == 1
+    for arguments, found in (
+        ({}, "master_weights=True"),
+        ({"master_weights": True, "capturable": True}, "capturable=False"),
+    ):
+        params, plain = quantized(), torch.nn.Parameter(start(0))
+        before = [bytes_of(param).clone() for param in params]
+        optimizer = FusedAdam([plain], use_decoupled_grad=True, **arguments)
+        optimizer.add_param_group({"params": params})
+        for i, param in enumerate(params):
+            param.decoupled_grad = gradient(i, 0)
+        plain.decoupled_grad = gradient(0, 0)
+        with pytest.raises(RuntimeError, match=rf"parameter 0 of group 1: .*Float8 .*{found}"):
+            optimizer.step()
+        assert all(map(torch.equal, map(bytes_of, params), before)) and torch.equal(plain, start(0))
 
 
 def test_a_parameter_that_is_quantised_later_is_refused_by_the_step_before_anything_changes():

@@ -10,6 +10,7 @@ from torch import Tensor
 from statestream.fused_adam import FusedAdam
 from statestream.offload.learn import unhooked
 from statestream.offload.muon_layouts import muon_layout
+from statestream.promised_state import made
 from statestream.quantized import is_quantized
 from statestream.tensors import is_dtensor, local_of
 
@@ -134,19 +135,28 @@ def check_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]])
                     f"memory; build it with {option}=False"
                 )
         for i, param in enumerate(group["params"]):
-            if is_quantized(local_of(param)):
-                raise ValueError(
-                    f"parameter {i} of group {number}: {type(local_of(param)).__name__} is quantised as a whole and is "
-                    "not stepped in ranges; keep such parameters in an optimizer of their own, without offload"
-                )
+            if param.requires_grad:
+                check_streamed(local_of(param), f"parameter {i} of group {number}")
+
+
+def check_streamed(local: Tensor, name: str) -> None:
+    """ValueError for a (local) parameter whose state cannot be streamed. A frozen one has none."""
+    if is_quantized(local):
+        raise ValueError(
+            f"{name}: {type(local).__name__} is quantised as a whole and is not stepped in ranges; keep such "
+            "parameters in an optimizer of their own, without offload"
+        )
 
 
 def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
-    """Where the parameters are; ValueError if in several places."""
-    devices = {local_of(p).device for g in optimizer.param_groups for p in g["params"] if isinstance(p, Tensor)}
-    real = {device for device in devices if device.type != "meta"}
+    """Where the trained parameters are (the others, if there are none); ValueError if in several places."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = {local_of(p).device for p in params if p.requires_grad or made(optimizer.state, p)}
+    real = {device for device in trained if device.type != "meta"}
     if len(real) > 1:
         raise ValueError(
             f"the parameters are on {', '.join(sorted(map(str, real)))}; use one CPUOffloadOptimizer for each device"
         )
-    return next(iter(real or devices), torch.device("cpu"))
+    if not trained:
+        trained = {local_of(p).device for p in params if p.device.type != "meta"}
+    return next(iter(real or trained), torch.device("cpu"))

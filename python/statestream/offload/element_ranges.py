@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from statestream import kernels
-from statestream.arguments import check_param
 from statestream.fused_adam import FusedAdam
 from statestream.global_index import runs_of
 from statestream.kernels import AdamOptions, Formats
@@ -82,19 +81,19 @@ class ElementRanges(Units):
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
         """Makes host state for every trained parameter that has none, with values from `existing` (StateKeeper's
         all_stored) where given."""
-        existing = existing or {}
+        existing, takes = existing or {}, self.inner._table.takes
         with torch.no_grad():
-            self.reserve([p for p in self.params() if p.requires_grad or p in existing])
-            for param in self.params():
-                if param.requires_grad or param in existing:
-                    state = self.inner.state[param]
-                    for name, value in existing.get(param, {}).items():
-                        if isinstance(value, Stored):
-                            self.inner._keeper.carry(value, self.inner._keeper.stored(param, name, state[name]))
-                        elif name == STEP:
-                            state[name].copy_(self.inner._keeper.step_in({STEP: value}))
-                        elif name not in STATES:  # a user's own, which is not streamed
-                            state[name] = value
+            wanted = [p for p in self.params() if p in existing or (p.requires_grad and takes(p))]
+            self.reserve(wanted)
+            for param in wanted:
+                state = self.inner.state[param]
+                for name, value in existing.get(param, {}).items():
+                    if isinstance(value, Stored):
+                        self.inner._keeper.carry(value, self.inner._keeper.stored(param, name, state[name]))
+                    elif name == STEP:
+                        state[name].copy_(self.inner._keeper.step_in({STEP: value}))
+                    elif name not in STATES:  # a user's own, which is not streamed
+                        state[name] = value
         if self.gradients is not None:
             self.gradients.attend()
 
@@ -265,12 +264,15 @@ class ElementRanges(Units):
         if self.gradients is not None:
             self.gradients.gather()
         with_grad = [p for p in self.params() if self._has_grad(p)]
-        self.follow(with_grad)
-        if any(self.store.home(p) is None for p in with_grad):
-            self.wait()
-            self.reserve(with_grad)
-        found: dict[int, Job] = {}  # by id first: a state that follows its parameter renumbers the units
         names = self.names()
+        self.follow(with_grad)
+        new = [p for p in with_grad if self.store.home(p) is None]
+        if new:
+            for param in new:
+                table.check(param, names[id(param)])
+            self.wait()
+            self.reserve(new)
+        found: dict[int, Job] = {}  # by id first: a state that follows its parameter renumbers the units
         ordinal = -1
         for group, options in zip(inner.param_groups, options_of_groups, strict=True):
             for param in group["params"]:
@@ -296,9 +298,7 @@ class ElementRanges(Units):
         return table.checked_grad(param, local, getattr(param, self.inner._grad_name), name)
 
     def _job(self, table: StepTable, name: str, param: Tensor, options: AdamOptions, ordinal: int) -> Job:
-        local = local_of(param)
-        check_param(local, name)
-        table.rounding.check(local, name)
+        local = table.check(param, name)
         grad = self._grad(table, name, param, local)
         state = self.inner.state[param]
         self.inner._keeper.follow(param, state)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from statestream.capture import refuse_capture
 from statestream.gradient_hooks import GradientHooks
@@ -138,7 +139,8 @@ class OffloadedGradients:
 
     def _prepare(self) -> None:
         if not self.owner.device.host_reaches_parameters:
-            sizes = {id(p): local_of(p.detach()).numel() * GRAD_BYTES for p in self.owner.params() if p.requires_grad}
+            params = [p for p in self.owner.params() if p.requires_grad and not is_lazy(p)]
+            sizes = {id(p): local_of(p.detach()).numel() * GRAD_BYTES for p in params}
             self.staging.prepare(self._device, sum(sizes.values()))
 
     # ---- afterwards ----

@@ -17,8 +17,10 @@ from torch import Tensor
 from statestream.arguments import names_of
 from statestream.gradient_hooks import GradientHooks
 from statestream.offload.charge import Charge, charge_of, hooks_without_charge
+from statestream.offload.checks import check_streamed
 from statestream.offload.device import device_for
 from statestream.offload.store import StateStore
+from statestream.quantized import is_quantized
 from statestream.scaling import StepNumbers
 from statestream.tensors import local_of
 
@@ -145,8 +147,13 @@ class Units(ABC):
         return self.store.plan.ring_bytes
 
     def follow(self, params: list[Tensor]) -> None:
-        """Streams to where the parameters are now: a model may have moved since. ValueError for several places."""
-        devices = {local_of(param).device for param in params}
+        """Streams to where these parameters, which have gradients, are now: a model may have moved since. ValueError
+        for several places, and for what cannot be streamed."""
+        locals_ = list(map(local_of, params))
+        for param, local in zip(params, locals_, strict=True):
+            if is_quantized(local):
+                check_streamed(local, self.names()[id(param)])
+        devices = {local.device for local in locals_}
         if len(devices) > 1:
             raise ValueError(
                 f"parameters are on {', '.join(sorted(map(str, devices)))}; those of one CPUOffloadOptimizer are "

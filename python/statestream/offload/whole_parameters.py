@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from statestream.offload import stream
 from statestream.offload.learn import StateKind, check_plain, is_host_scalar, learn_state, unhooked_step
@@ -52,7 +53,7 @@ class WholeParameters(Units):
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
         """Host memory for every trained member, and `existing` state moved there."""
         existing = existing or {}
-        self.reserve([p for p in self.params() if p.requires_grad or p in existing])
+        self.reserve([p for p in self.params() if p in existing or (p.requires_grad and not is_lazy(p))])
         with torch.no_grad():
             moved = {
                 param: self._to_host(self.members[id(param)], state)

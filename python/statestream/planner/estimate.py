@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from statestream.planner.formats import FP32, SCALE_BLOCK, WEIGHTS, Format
 from statestream.planner.mesh import Share
+from statestream.planner.model import Parameter
 from statestream.planner.quantities import BadOption, as_text
 from statestream.planner.settings import Settings
 
@@ -90,7 +91,7 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
     made, largest_made = 0, 0  # bytes of gradients that leave the device
     streamed: list[tuple[Format, ...]] = []
     for share in shares:
-        weights = settings.weights or WEIGHTS[share.parameter.dtype or default_dtype]
+        weights = _weights(share.parameter, settings, default_dtype)
         n, everywhere = share.elements, share.parameter.elements
         device["weights"] += _block(weights.nbytes(n))
         weights_on_disk += weights.nbytes(everywhere)
@@ -135,6 +136,12 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
         exported=exported,
         chunks=chunks,
     )
+
+
+def _weights(parameter: Parameter, settings: Settings, default_dtype: str) -> Format:
+    if parameter.itemsize is not None:
+        return Format("frozen", parameter.itemsize)
+    return settings.weights or WEIGHTS[parameter.dtype or default_dtype]
 
 
 def _transit(made: int, largest: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from statestream.planner.formats import MASTERS, MOMENTS, REMAINDERS, WEIGHTS, F
 from statestream.planner.mesh import Share
 from statestream.planner.model import Parameter
 from statestream.planner.plans import Plan, make_plan, room
+from statestream.planner.quantities import BadOption
 from statestream.planner.settings import Settings
 from statestream.planner.times import Rates
 
@@ -48,10 +49,13 @@ def plan(
         raise TypeError(f"plan() takes the settings of the optimizer; {next(iter(options))!r} cannot be given as well")
     settings = Settings.checked(**options) if optimizer is None else _settings_of(optimizer)
     memory, kept = room("gpu_memory", gpu_memory, reserve)
+    shares, lazy = _shares(model, optimizer)
+    remarks = (f"Not counted, since they are not initialized: {', '.join(lazy)}.",) if lazy else ()
     return make_plan(
-        _shares(model, optimizer),
+        shares,
         settings,
         source=type(model).__name__,
+        remarks=remarks,
         ranks=_ranks(model),
         rates=Rates.checked(link, device_bandwidth, disk),
         gpu_memory=memory,
@@ -59,35 +63,43 @@ def plan(
     )
 
 
-def _shares(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> list[Share]:
+def _shares(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[list[Share], list[str]]:
+    """And the names of parameters and buffers that have no shape yet."""
+    from torch.nn.parameter import is_lazy
+
     from statestream.tensors import local_of
 
     members = None
     if optimizer is not None:
         members = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    shares = []
+    shares, lazy = [], []
     for name, param in model.named_parameters():
+        if is_lazy(param):
+            lazy.append(name)
+            continue
         trained = param.requires_grad and (members is None or id(param) in members)
-        named = Parameter(name, tuple(param.shape), _stored(name, param), trained)
-        shares.append(Share(named, tuple(local_of(param.detach()).shape)))
+        shares.append(Share(_described(name, param, trained), tuple(local_of(param.detach()).shape)))
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point():  # others are counters and masks
-            shares.append(
-                Share(
-                    Parameter(name, tuple(buffer.shape), _stored(name, buffer), trained=False),
-                    tuple(local_of(buffer).shape),
-                )
-            )
-    return shares
+        if is_lazy(buffer):
+            lazy.append(name)
+        elif buffer.is_floating_point():  # others are counters and masks
+            shares.append(Share(_described(name, buffer, trained=False), tuple(local_of(buffer).shape)))
+    return shares, lazy
 
 
-def _stored(name: str, tensor: torch.Tensor) -> str:
+def _described(name: str, tensor: torch.Tensor, trained: bool) -> Parameter:
     from statestream.quantized import is_quantized
     from statestream.tensors import local_of
 
+    shape = tuple(tensor.shape)
     if is_quantized(local_of(tensor.detach())):
-        return "fp8"
-    return format_named(name, str(tensor.dtype), WEIGHTS).name
+        return Parameter(name, shape, "fp8", trained)
+    try:
+        return Parameter(name, shape, format_named(name, str(tensor.dtype), WEIGHTS).name, trained)
+    except BadOption:
+        if trained:
+            raise
+        return Parameter(name, shape, trained=False, itemsize=tensor.element_size())
 
 
 def _ranks(model: torch.nn.Module) -> int:

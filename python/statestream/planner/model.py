@@ -16,12 +16,14 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class Parameter:
-    """`dtype` is a name out of formats.WEIGHTS, or None where the source does not say."""
+    """`dtype` is a name out of formats.WEIGHTS, or None where the source does not say. `itemsize` is given of a frozen
+    one that is stored in no such way: bytes of an element."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str | None = None
     trained: bool = True
+    itemsize: int | None = None
 
     @property
     def elements(self) -> int:

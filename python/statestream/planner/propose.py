@@ -57,7 +57,8 @@ def propose(
 
 
 def _has_bf16(shares: Sequence[Share], asked: Settings, default_dtype: str) -> bool:
-    names = {asked.weights.name} if asked.weights else {s.parameter.dtype or default_dtype for s in shares}
+    trained = {s.parameter.dtype or default_dtype for s in shares if s.parameter.trained}
+    names = {asked.weights.name} if asked.weights else trained
     return "bf16" in names and names <= {"bf16", "fp32"}
 
 
