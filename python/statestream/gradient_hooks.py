@@ -59,8 +59,8 @@ class GradientHooks:
         weakref.finalize(self, _remove, self._handles)
 
     def put_on(self, params: Iterable[Tensor], names: Callable[[], dict[int, str]]) -> bool:
-        """Has a hook on each of these that is trained and that no other optimizer has, and on no other parameter. A lazy
-        one takes none until it is initialized. Whether there are new ones; `names()` is what errors call parameters, by id."""
+        """Has a hook on each of these that is trained and that no other optimizer has, and on no other parameter: on a
+        lazy one once it is initialized. Whether there are new ones; `names()` is what errors call parameters, by id."""
         kept: dict[int, RemovableHandle] = {}
         names, new = cache(names), False
         for param in params:

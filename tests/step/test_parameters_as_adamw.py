@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -288,6 +289,33 @@ def test_the_tensor_inside_is_stepped_with_the_bits_of_a_plain_one(form, wrap):
         assert all(same_bits(state[name], wanted[name]) for name in wanted)
     saved, wanted = ours.state_dict()["state"], judge.state_dict()["state"]
     assert all(same_bits(saved[i][name], wanted[i][name]) for i in wanted for name in wanted[i])
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", [lambda o: o, lambda o: CPUOffloadOptimizer(o, 2_000)], ids=["FusedAdam", "offloaded"])
+def test_one_that_is_sharded_is_stepped_as_a_plain_one_and_its_state_is_sharded(wrap, one_rank):
+    """As fully_shard leaves torchao's weights."""
+    values = torch.randn(30, 20, generator=torch.Generator().manual_seed(0)).to(BF16)
+    inside, plain = values.clone(), nn.Parameter(values.clone())
+    sharded = nn.Parameter(DTensor.from_local(Wrapped(inside), one_rank, [Shard(0)], run_check=False))
+    assert type(sharded._local_tensor) is Wrapped
+    ours, judge = (wrap(FusedAdam([param], lr=0.1, master_weights=True)) for param in (sharded, plain))
+    for step in range(2):
+        plain.grad = gradient(plain, 0, step)
+        sharded.grad = DTensor.from_local(plain.grad.clone(), one_rank, [Shard(0)], run_check=False)
+        ours.step()
+        judge.step()
+    assert same_bits(inside, plain)
+    for name in ("exp_avg", "exp_avg_sq", "master_param"):
+        state = ours.state[sharded][name]
+        assert state.placements == (Shard(0),) and type(state.to_local()) is torch.Tensor
+        assert same_bits(state.to_local(), judge.state[plain][name])
 
 
 @pytest.mark.parametrize("write", ["through the class", "inside"])

@@ -215,6 +215,18 @@ def test_offload_refuses_them_by_name():
         CPUOffloadOptimizer(build(quantized()), step_chunk_bytes=1 << 20)
 
 
+def test_offload_takes_frozen_ones_and_refuses_one_that_is_unfrozen_by_name_before_anything_changes():
+    plain, base = torch.nn.Parameter(start(0)), quantized()[1].requires_grad_(False)
+    optimizer = CPUOffloadOptimizer(build([plain, base]), step_chunk_bytes=1 << 20)
+    plain.decoupled_grad = gradient(0, 0)
+    optimizer.step()
+    before, base.decoupled_grad = plain.detach().clone(), gradient(1, 0)
+    base.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0: Float8 .*without offload"):
+        optimizer.step()
+    assert torch.equal(plain, before) and [id(key) for key in optimizer.state] == [id(plain)]
+
+
 def test_a_step_tells_autograd_that_the_parameter_was_written():
     param = quantized()[0]
     optimizer = build([param])
