@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,9 +20,9 @@ import torch
 __all__ = ["beside_captures", "on_device", "on_stream", "wait_for", "wait_for_all_devices"]
 
 
-def on_device(device: torch.device) -> torch.cuda.device:
-    """Makes the device current."""
-    return torch.cuda.device(device)
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Makes a CUDA device current; does nothing for others, and for fake tensors where no CUDA is used."""
+    return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_initialized() else nullcontext()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ Tensors without data (FakeTensorMode, meta) are checked as others are, and nothi
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import sys
@@ -295,7 +294,7 @@ def adam(
             )
     if extras is not None or stochastic:
         where.update(extras=extras, seed=seed, stochastic=stochastic)
-    with _current(device):
+    with on_device(device):
         _module_for(device).adam(
             rows,
             tuple(formats),
@@ -324,7 +323,7 @@ def advance_steps(device: torch.device, steps: list[Tensor], found_inf: Tensor |
                 step.add_(1)
         return
     counters = array("q", [_address(step, device) for step in steps])
-    with _current(device):
+    with on_device(device):
         _module_for(device).advance_steps(counters, **_place(device), found_inf_address=_address(found_inf, device))
 
 
@@ -371,7 +370,7 @@ def refresh_master(param: Tensor, master: Tensor, *, scale: Tensor | None = None
 
 def _convert(device: torch.device, what: str, *arguments: int, **options: int) -> None:
     where = _place(device) if device.type == "cuda" else {"threads": num_threads()}
-    with _current(device):
+    with on_device(device):
         getattr(_module_for(device), what)(*arguments, **where, **options)
 
 
@@ -410,16 +409,11 @@ def _module_for(device: torch.device):
 def _cuda_for(device: torch.device):
     """The CUDA module, once it is known to run on this device."""
     cuda = _native("_cuda", "the CUDA part of ")
-    with _current(device):
+    with on_device(device):
         reason = cuda.why_not(_index(device))
     if reason:
         raise RuntimeError(f"statestream cannot run on {device}: {reason}")
     return cuda
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Around native calls, which on CUDA are for the current device."""
-    return on_device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _place(device: torch.device) -> dict[str, int]:

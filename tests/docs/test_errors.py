@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import subprocess
 import sys
@@ -197,7 +196,6 @@ def a_capture(monkeypatch) -> None:
 
 def a_gpu_that_cannot_run(monkeypatch) -> None:
     monkeypatch.setattr(kernels, "_native", lambda *_: SimpleNamespace(why_not=lambda device: "the driver is too old"))
-    monkeypatch.setattr(kernels, "_current", lambda device: contextlib.nullcontext())
     kernels._cuda_for.__wrapped__(torch.device("cuda", 0))
 
 

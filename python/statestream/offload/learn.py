@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.cuda_guards import on_device
 from statestream.offload.counts import own_copy
 from statestream.tensors import local_of
 
@@ -118,7 +119,8 @@ def _learn_on(
     twin.__dict__.update(own_copy(vars(inner), instead))
     # A step that calls the one of its base class, which torch has wrapped, runs the hooks there.
     twin.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-    with torch.no_grad():
+    # On the meta device too torch's optimizers ask the current device for its stream, which opens a context there.
+    with torch.no_grad(), on_device(local_of(param).device):
         unhooked_step(twin)()
     return twin.state.get(like, {})
 
