@@ -260,7 +260,7 @@ class ElementRanges(Units):
         """Work by unit of the plan."""
         inner, table = self.inner, self.inner._table
         inner.check_whole()
-        inner._lent = None
+        vars(inner).pop("_lent", None)  # the class has None
         if self.gradients is not None:
             self.gradients.gather()
         with_grad = [p for p in self.params() if self._has_grad(p)]
