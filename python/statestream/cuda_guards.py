@@ -22,7 +22,8 @@ __all__ = ["beside_captures", "on_device", "on_stream", "wait_for", "wait_for_al
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Makes a CUDA device current; does nothing for others, and for fake tensors where no CUDA is used."""
-    return torch.cuda.device(device) if device.type == "cuda" and torch.cuda.is_initialized() else nullcontext()
+    used = torch.backends.cuda.is_built() and torch.cuda.is_initialized()
+    return torch.cuda.device(device) if device.type == "cuda" and used else nullcontext()
 
 
 @contextlib.contextmanager

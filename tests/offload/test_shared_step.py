@@ -13,7 +13,7 @@ from helpers.bits import differences, snapshot
 from helpers.modes import FORMS
 from helpers.training import build, train
 from statestream import CPUOffloadOptimizer, FusedAdam, kernels
-from statestream.offload import host_side
+from statestream.offload import host_side, host_stream
 
 from .conftest import Beyond, Counting, assert_same_training, make_params, params_of_odd_layouts, set_grads
 from .conftest import train as train_params
@@ -348,7 +348,7 @@ def test_auto_settles_where_some_parameters_never_have_a_gradient(never, on_devi
     device = on_device(Counting())
     monkeypatch.setattr(host_side, "SLOT_BYTES", 4_000)
     # The host takes one second a gigabyte, the device two.
-    monkeypatch.setattr(host_side.HostShare, "seconds", lambda self: tuple(seconds))
+    monkeypatch.setattr(host_stream.StepTimes, "seconds", lambda self: tuple(seconds))
     params = make_params(shapes=[(100, 256)] * 6)
     optimizer = CPUOffloadOptimizer(FusedAdam(params), 60_000, cpu_fraction="auto")
     shares = []
