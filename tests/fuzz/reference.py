@@ -7,6 +7,7 @@ the parameter had when the state was last looked at.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -208,6 +209,8 @@ class Reference:
         for place, _, param in self.placed():
             if param.requires_grad or param.state is not None:
                 state = self.follow(param)
+                state = copy.deepcopy(state)  # a save writes no live master
+                self.refresh(param, state)
                 values = {
                     name: _row_major(h.patterns if h.dtype is INT16 else h.values(), state.order)
                     for name, h in state.kinds.items()
