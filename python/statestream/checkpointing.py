@@ -191,6 +191,7 @@ class Checkpointing:
             update_group(group, loaded)
         self._lend(live for reference, _ in (self._lent or {}).values() if (live := reference()) is not None)
         self._half_loaded = False
+        self._keeper.torn.clear()
 
     def _was_written(self, state_dict: dict[str, Any]) -> bool:
         """Whether the dict is made of live tensors, and somebody has written some of them."""

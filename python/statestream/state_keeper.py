@@ -15,7 +15,7 @@ from statestream.sharding import around
 from statestream.stored import SCALED, Stored
 from statestream.tensors import is_fake, local_of, same_layout
 
-__all__ = ["StateKeeper"]
+__all__ = ["StateKeeper", "check_not_torn"]
 
 
 class StateKeeper:
@@ -28,6 +28,8 @@ class StateKeeper:
     def __init__(self, form: StateFormat):
         self.form = form
         self.scales: dict[Tensor, dict[str, Tensor]] = {}
+        self.torn: list[str] = []
+        """Names of parameters that an error left updated in part, until a load succeeds."""
 
     def stored(self, param: Tensor, name: str, tensor: Tensor) -> Stored:
         """A state of the parameter with its scales, where it has some."""
@@ -46,7 +48,8 @@ class StateKeeper:
         return (state or {}) | {f"{name} scales": scale for name, scale in scales.items()}
 
     def check_whole(self) -> None:
-        """RuntimeError where states were left updated in part. In memory of their own they are not."""
+        """RuntimeError where states were left updated in part."""
+        check_not_torn(self.torn)
 
     def forget(self, param: Tensor) -> None:
         self.scales.pop(param, None)
@@ -156,3 +159,12 @@ class StateKeeper:
 
 def _values(local: Tensor) -> Tensor:
     return dequantized(local) if is_quantized(local) else local
+
+
+def check_not_torn(names: list[str]) -> None:
+    """RuntimeError where any parameter is named."""
+    if names:
+        raise RuntimeError(
+            f"an earlier step or load ended in an error that left {', '.join(names)} written in part; "
+            "load a checkpoint of model and optimizer"
+        )

@@ -31,6 +31,7 @@ class HostKeeper(StateKeeper):
     def __init__(self, form: StateFormat, ranges: Any):
         super().__init__(form)
         self._ranges = weakref.ref(ranges)
+        self.torn = ranges.torn
 
     @property
     def ranges(self) -> Any:
@@ -39,10 +40,6 @@ class HostKeeper(StateKeeper):
     @property
     def offloaded(self) -> bool:
         return self.ranges is not None
-
-    def check_whole(self) -> None:
-        if (ranges := self.ranges) is not None:
-            ranges.check_whole()
 
     def make(self, param: Tensor) -> dict[str, Any]:
         ranges = self.ranges

@@ -22,6 +22,7 @@ from statestream.offload.device import device_for
 from statestream.offload.store import StateStore
 from statestream.quantized import is_quantized
 from statestream.scaling import StepNumbers
+from statestream.state_keeper import check_not_torn
 from statestream.tensors import local_of
 
 __all__ = ["Units"]
@@ -57,11 +58,7 @@ class Units(ABC):
 
     def check_whole(self) -> None:
         """RuntimeError where any parameter is torn."""
-        if self.torn:
-            raise RuntimeError(
-                f"an earlier step or load ended in an error that left {', '.join(self.torn)} written in part; "
-                "load a checkpoint of model and optimizer"
-            )
+        check_not_torn(self.torn)
 
     def took(self, nbytes: int) -> None:
         """Something of so many bytes is on the device, and nothing else that was told here."""
