@@ -148,7 +148,7 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 API cudaError_t cudaDeviceSynchronize() {
   if (is_forked()) return fail(cudaErrorInitializationError);
   const Lock lock;
-  if (const cudaError_t error = refuse_in_capture("cudaDeviceSynchronize")) return fail(error);
+  if (const cudaError_t error = refuse_beside_captures("cudaDeviceSynchronize")) return fail(error);
   count_host_wait("cudaDeviceSynchronize");
   run_all(need_context("cudaDeviceSynchronize"));
   return cudaSuccess;

@@ -84,6 +84,13 @@ Graph *graph_of(void *handle) {
 
 }  // namespace
 
+// Of a whole device, with whatever its streams capture: no mode permits that.
+cudaError_t refuse_beside_captures(const char *call) {
+  if (going_on.empty()) return cudaSuccess;
+  for (const auto &capture : going_on) invalidate(capture, call);
+  return cudaErrorStreamCaptureUnsupported;
+}
+
 cudaError_t refuse_in_capture(const char *call) {
   if (!is_refused()) return cudaSuccess;
   for (const auto &capture : going_on) invalidate(capture, call);

@@ -170,6 +170,7 @@ struct Event {
 // For calls that no capture permits, on this stream or (without one) on this thread. cudaSuccess where there is none.
 cudaError_t refuse_in_capture(const std::shared_ptr<Stream> &stream, const char *call);
 cudaError_t refuse_in_capture(const char *call);
+cudaError_t refuse_beside_captures(const char *call);
 void record_node(const std::shared_ptr<Stream> &stream, Work work);
 
 }  // namespace fake
