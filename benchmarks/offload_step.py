@@ -104,7 +104,7 @@ def timeline(axes: Any, gigabytes: int = 3, chunks: int = 16) -> None:
     axes.set_xlabel(f"ms, {gigabytes} GB of state over {LINK / GB:.0f} GB/s each way, simulated")
 
 
-def measure(gigabytes: list[int], rounds: int) -> Report:
+def measure(gigabytes: list[float], rounds: int) -> Report:
     report = Report(
         "offload_step",
         f"One step of state in host memory, {torch.cuda.get_device_name()}",
@@ -115,9 +115,11 @@ def measure(gigabytes: list[int], rounds: int) -> Report:
         for way, budget in (
             ("resident", None),
             ("one pass", None),
-            *(("streamed", size * GB // f) for f in (2, 4, 8, 16)),
+            *(("streamed", int(size * GB) // f) for f in (2, 4, 8, 16)),
         ):
-            params = [torch.nn.Parameter(torch.randn(n, device="cuda").bfloat16()) for n in layer_elements(size * GB)]
+            params = [
+                torch.nn.Parameter(torch.randn(n, device="cuda").bfloat16()) for n in layer_elements(int(size * GB))
+            ]
             for p in params:
                 p.grad = torch.randn_like(p)
             torch.cuda.synchronize()
@@ -147,10 +149,12 @@ def measure(gigabytes: list[int], rounds: int) -> Report:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=int, nargs="+", default=[1, 3, 12], help="bytes of state, in 10^9")
+    parser.add_argument("--megabytes", type=int, help="instead, where only the code is tried on a GPU")
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     if torch.cuda.is_available():
-        report, plot = measure(options.gigabytes, options.rounds), None
+        sizes = [options.megabytes / 1000] if options.megabytes else options.gigabytes
+        report, plot = measure(sizes, options.rounds), None
     else:
         report, plot = simulate(options.gigabytes), timeline
     print(report.write(plot))

@@ -15,7 +15,7 @@ from tests.fake_runtime import build, runtime
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {
     "kernels": ["tests/cuda"],
-    "offload": ["tests/offload/test_on_gpu.py"],
+    "offload": ["tests/offload/test_on_gpu.py", "tests/offload/test_gpu_lifetime.py"],
 }
 """What runs in one process."""
 
@@ -62,6 +62,20 @@ def _finish(process: subprocess.Popen) -> None:
 @pytest.mark.parametrize("name", ROOMS)
 def test_gpu_tests_pass_on_the_runtime(running, name):
     _finish(running[name])
+
+
+def test_the_day_on_a_gpu_runs_whole(tmp_path):
+    """With little of everything: no line of it may fail for the first time on a machine that is lent for an hour."""
+    built = build.build()
+    command = [sys.executable, "-m", "tests.fake_runtime", "-m", "benchmarks.gpu_day", "--tiny"]
+    environment = {**runtime.environment(built.runtime, built.module), "STATESTREAM_RESULTS": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = {path.stem for path in tmp_path.glob("*.md")}
+    assert written == {"gpu_step", "offload_step", "gpu_day"}
+    text = (tmp_path / "gpu_day.md").read_text()
+    for what in ("copies up and down", "export to the host", "streamed step", "weights up", "commit"):
+        assert what in text
 
 
 @pytest.mark.long

@@ -86,8 +86,9 @@ def test_everyone_on_the_host_does_the_same_work(mode):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-def test_without_a_gpu_its_benchmark_says_so_and_writes_nothing(tmp_path):
-    done = run(tmp_path, "benchmarks.gpu_step")
+@pytest.mark.parametrize("name", ["gpu_step", "gpu_day"])
+def test_without_a_gpu_its_benchmark_says_so_and_writes_nothing(name, tmp_path):
+    done = run(tmp_path, f"benchmarks.{name}")
     assert done.returncode == 1 and "no CUDA GPU" in done.stderr
     assert not list(tmp_path.iterdir())
 
