@@ -252,7 +252,8 @@ class Checkpointing:
     def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
         """Writes FP32 values (int16 remainders) into a state, in place, rounding to how it is stored.
 
-        `unscaled_state` is shaped as the parameter; for a DTensor also as its local part, a plain tensor.
+        `unscaled_state` is shaped as the parameter; for a DTensor also as its local part, a plain tensor. A master that
+        is set is what the next step starts from, whatever the weight is.
         """
         refuse_capture("set_scaled_state()", _IT_WAITS)
         state = self._state_named(param, state_name)
@@ -266,6 +267,8 @@ class Checkpointing:
             )
         with Loader(self.export_staging_bytes) as loader:
             loader.copy(values, state)
+        if state_name == MASTER:
+            self._table.watch.remember([param], [local_of(param)])
 
     def _state_named(self, param: Tensor, name: str) -> Stored:
         self._check_can_have_state(param)

@@ -123,9 +123,7 @@ def plan_load(
             state = state_dict["state"].get(key)
             own = made(states, param) or {}
             with named_in_errors(label):
-                # The peer counts by group alone; ours counts each parameter.
-                count = None if "format_version" in saved else saved.get(STEP)
-                load = _checked_state(state, count, param, label, form, own, held)
+                load = _checked_state(state, saved.get(STEP), param, label, form, own, held)
             plan.params.append(load)
             if saved.get("format_version") == SAYS_NOTHING and isinstance(key, str) and MASTER in (load.values or ()):
                 unsaid.append(label)

@@ -26,9 +26,10 @@ def loader() -> torch.utils.data.DataLoader:
     return torch.utils.data.DataLoader(Batches(), batch_size=8)
 
 
-def test_every_heading_is_run_here():
-    assert list(SECTIONS) == ["transformers", "accelerate", "lightning", "torchtitan", "nemo-automodel"]
-    assert [len(snippets(text, "python")) for text in SECTIONS.values()] == [2, 1, 1, 1, 1]
+def test_every_snippet_is_run_here():
+    found = {name: len(snippets(text, "python")) for name, text in SECTIONS.items()}
+    trainers = {"transformers": 2, "accelerate": 1, "lightning": 1, "torchtitan": 1, "nemo-automodel": 1}
+    assert {name: count for name, count in found.items() if count} == trainers
 
 
 @pytest.mark.parametrize("number", [0, 1])
