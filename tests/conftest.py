@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Generator
@@ -118,7 +119,42 @@ def _below_tests(path: Path) -> str:
     return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
 
 
-def pytest_collection_finish() -> None:
+def ambient() -> dict[str, object]:
+    """What every later test of this process sees, whoever set it."""
+    import torch  # once there are tests
+
+    return {
+        "os.environ": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "signal handlers": (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+        "grad mode": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "torch.compile": torch.compile,
+        "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
+    }
+
+
+def left_by(before: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in ambient().items() if value != before[name]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def leaves_nothing() -> Generator[None]:
+    """A file of tests leaves the process as it found it: what one leaves another fails of, in a whole run alone."""
+    before = ambient()
+    yield
+    assert not left_by(before)
+
+
+ENVIRON = dict(os.environ)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    left = {name for name, value in os.environ.items() if ENVIRON.get(name) != value} - {"PYTEST_CURRENT_TEST"}
+    if left:
+        raise pytest.UsageError(f"a file of tests has set {sorted(left)} where it was imported")
     freeze()
 
 

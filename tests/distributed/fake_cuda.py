@@ -58,6 +58,10 @@ def fake_cuda_world(
                 is_initialized=mock.Mock(return_value=True),
             )
             stack.enter_context(cuda)
+            # A torch without CUDA has no such function; one with CUDA has no such device.
+            stack.enter_context(
+                mock.patch.object(torch._C, "_cuda_hasPrimaryContext", mock.Mock(return_value=False), create=True)
+            )
             stack.enter_context(
                 mock.patch.multiple(torch.Tensor, copy_=copy_by_op, to=to_first_device, __getitem__=slice_by_op)
             )

@@ -45,8 +45,12 @@ def digest(optimizer: Any) -> str:
     return found.hexdigest()
 
 
+def both(model: Net, optimizer: Any) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
 def saved(model: Net, optimizer: Any, folder: Path, how: str) -> None:
-    state_dict = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+    state_dict = both(model, optimizer)
     if how == "async_save":
         dcp.async_save(state_dict, checkpoint_id=folder).result()
     else:
@@ -55,8 +59,8 @@ def saved(model: Net, optimizer: Any, folder: Path, how: str) -> None:
 
 def loaded(folder: Path, wrapped: bool) -> str:
     model, optimizer = built(wrapped)
-    state_dict = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state_dict, checkpoint_id=folder)
+    state_dict = both(model, optimizer)
+    dcp.load(state_dict, checkpoint_id=folder)  # the weights in place: masters that differ from them would not be kept
     set_optimizer_state_dict(model, optimizer, state_dict["optimizer"])
     return digest(optimizer)
 
@@ -131,7 +135,7 @@ def full_disk(folder: Path, how: str, wrapped: bool) -> dict[str, Any]:
 
     def save(place: Path) -> None:
         if how == "torch.save":
-            torch.save(optimizer.state_dict(), place)
+            torch.save((model.state_dict(), optimizer.state_dict()), place)
         else:
             saved(model, optimizer, place, how)
 
@@ -146,8 +150,10 @@ def full_disk(folder: Path, how: str, wrapped: bool) -> dict[str, Any]:
     after = digest(optimizer)
     save(folder / "again")
     if how == "torch.save":
-        _, fresh = built(wrapped)
-        fresh.load_state_dict(torch.load(folder / "again", weights_only=True))
+        model, fresh = built(wrapped)
+        weights, state = torch.load(folder / "again", weights_only=True)
+        model.load_state_dict(weights)
+        fresh.load_state_dict(state)
         again = digest(fresh)
     else:
         again = loaded(folder / "again", wrapped)

@@ -20,10 +20,11 @@ def test_the_snippets_run_in_order(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert int(re.fullmatch(r"(\d+) chunks", printed[0])[1]) > 10
     assert printed[1] == "1.0 of the state is stepped on the host"
-    resumed, optimizer = names["resumed"], names["optimizer"]
+    resumed, saved = names["resumed"], names["saved"]
     assert isinstance(resumed, CPUOffloadOptimizer)
-    for p in names["model"].parameters():
-        for key, value in optimizer.state[p].items():
+    for index, p in enumerate(names["model"].parameters()):
+        assert set(resumed.state[p]) == set(saved["state"][index])
+        for key, value in saved["state"][index].items():
             assert torch.equal(resumed.state[p][key].to(value.dtype), value), key
 
 
