@@ -68,6 +68,8 @@ NOT_QUICK = tuple(
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background, and all that it starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr == "quick":
         sys.addaudithook(_refuse_processes)
 
@@ -119,12 +121,16 @@ def _below_tests(path: Path) -> str:
     return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
 
 
+SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+ENVIRON = dict(os.environ)
+
+
 def ambient() -> dict[str, object]:
     """What every later test of this process sees, whoever set it."""
     import torch  # once there are tests
 
     return {
-        "os.environ": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "os.environ": {name: value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES},
         "signal handlers": (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
@@ -148,11 +154,8 @@ def leaves_nothing() -> Generator[None]:
     assert not left_by(before)
 
 
-ENVIRON = dict(os.environ)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    left = {name for name, value in os.environ.items() if ENVIRON.get(name) != value} - {"PYTEST_CURRENT_TEST"}
+def pytest_collection_finish() -> None:
+    left = {name for name, value in os.environ.items() if ENVIRON.get(name) != value} - SET_BY_LIBRARIES
     if left:
         raise pytest.UsageError(f"a file of tests has set {sorted(left)} where it was imported")
     freeze()

@@ -98,6 +98,8 @@ def plan_load(
     seen: set[int] = set()
     keys: dict[Any, Tensor] = {}
     unsaid: list[str] = []
+    # The peer counts by group alone, this optimizer and torch's by parameter alone.
+    counted = any(isinstance(state, dict) and state.get(STEP) is not None for state in state_dict["state"].values())
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
@@ -123,7 +125,8 @@ def plan_load(
             state = state_dict["state"].get(key)
             own = made(states, param) or {}
             with named_in_errors(label):
-                load = _checked_state(state, saved.get(STEP), param, label, form, own, held)
+                count = None if counted else saved.get(STEP)
+                load = _checked_state(state, count, param, label, form, own, held)
             plan.params.append(load)
             if saved.get("format_version") == SAYS_NOTHING and isinstance(key, str) and MASTER in (load.values or ()):
                 unsaid.append(label)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from itertools import pairwise
 
 import pytest
 import torch
@@ -165,36 +164,39 @@ def test_in_inference_mode(where):
 # ---- the worker ----
 
 
-def test_the_gil_is_free_while_the_host_computes(on_device):
-    """Another thread goes on while one thread of the worker's updates 64 MB, in milliseconds a call. In some step it is
-    never held up: in any, others of the machine may hold it up too."""
+def test_the_gil_is_free_while_the_host_computes(on_device, monkeypatch):
+    """Another thread goes on while one thread of the worker's updates 64 MB, in milliseconds a call. Of some calls: in
+    any, the machine may have no processor for it."""
     on_device(Beyond())
     params = [torch.nn.Parameter(torch.ones(4_000_000))]
     optimizer = CPUOffloadOptimizer(FusedAdam(params), cpu_fraction=1, cpu_threads=1)
     params[0].grad = torch.ones_like(params[0])
-    optimizer.step()
-    ticks, over = [0.0], threading.Event()
+    ticks, most, over, adam = 0, 0, threading.Event(), kernels.adam
 
     def tick():
+        nonlocal ticks
         while not over.is_set():
-            ticks.append(time.perf_counter())
-            time.sleep(0)
+            ticks += 1
+            time.sleep(0)  # gives the GIL away: in the Python code around a call there is room for a tick or two
 
-    def share_held_up() -> float:
-        """Of a step's time, what lies in gaps between ticks of half a millisecond and more."""
-        first, began = len(ticks), time.perf_counter()
-        optimizer.step()
-        ended = time.perf_counter()
-        times = [began, *(t for t in ticks[first:] if t < ended), ended]
-        return sum(gap for a, b in pairwise(times) if (gap := b - a) > 5e-4) / (ended - began)
+    def count(*args, **kwargs):
+        nonlocal most
+        before = ticks
+        adam(*args, **kwargs)
+        most = max(most, ticks - before)
 
+    monkeypatch.setattr(kernels, "adam", count)
     other = threading.Thread(target=tick)
     other.start()
     try:
-        assert any(share_held_up() < 0.05 for _ in range(60))
+        for _ in range(60):
+            optimizer.step()
+            if most > 100:
+                break
     finally:
         over.set()
         other.join()
+    assert most > 100
 
 
 def test_no_thread_is_left_after_a_step_and_the_optimizer_can_go(where):
