@@ -13,7 +13,7 @@ from statestream.tensors import is_fake
 __all__ = ["Agreement", "comparable"]
 
 _HALVES = (torch.bfloat16, torch.float16)
-_SLICE = 1 << 20
+_SLICE = 1 << 18
 """Elements that are compared at a time: what that takes is a few times their bytes."""
 
 
