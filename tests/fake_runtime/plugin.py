@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import wraps
+from typing import Any
 from zlib import crc32
 
 import pytest
+import torch
+from statestream import CPUOffloadOptimizer, FusedAdam
 
 from tests.fake_runtime.runtime import STYLES, lib
 
@@ -38,11 +43,79 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
 
 
+def pytest_configure() -> None:
+    CPUOffloadOptimizer.step = _watched_step(CPUOffloadOptimizer.step)
+    torch.cuda.CUDAGraph.capture_begin = _noting_pools(torch.cuda.CUDAGraph.capture_begin)
+    torch.cuda.CUDAGraph.capture_end = _comparing_pools(torch.cuda.CUDAGraph.capture_end)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     seed, style = schedule_of(item.nodeid)
     lib.seed(seed, STYLES.index(style))
+    lib.forget_contexts()
     return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    result = yield
+    if left := left_behind():
+        raise AssertionError("\n".join(left))
+    return result
+
+
+def left_behind() -> list[str]:
+    """What a program should not have left in the runtime, or done on the way; from here on it is forgotten."""
+    if lib.lines("registered"):
+        gc.collect()
+    lib.settle()
+    error = lib.cudaGetLastError()
+    left = [f"memory that is still registered: {line}" for line in lib.lines("registered")]
+    left += [f"a context on a device that had no work: {line}" for line in lib.lines("unused_contexts")]
+    lib.forget_contexts()
+    return left + lib.lines("hazards") + ([f"error {error} is left in the runtime"] if error else [])
+
+
+def _watched_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step without a share of the host's waits for no device."""
+
+    @wraps(step)
+    def watched(self: CPUOffloadOptimizer, *args: Any, **kwargs: Any) -> Any:
+        before = lib.host_waits()
+        result = step(self, *args, **kwargs)
+        if self.cpu_fraction == 0 and isinstance(self.inner, FusedAdam) and lib.host_waits() != before:
+            lib.report(b"an offloaded step waited: " + lib.last_host_wait())
+        return result
+
+    return watched
+
+
+# What a capture allocates is in the graph's own pool: memory of the common one is given to others before a replay.
+
+
+def _bytes_of_the_common_pool() -> int:
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["active_size"] for s in segments if tuple(s["segment_pool_id"]) == (0, 0))
+
+
+def _noting_pools(begin: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(self: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> Any:
+        result = begin(self, *args, **kwargs)
+        self.common_bytes = _bytes_of_the_common_pool()
+        return result
+
+    return noting
+
+
+def _comparing_pools(end: Callable[..., Any]) -> Callable[..., Any]:
+    def comparing(self: torch.cuda.CUDAGraph) -> Any:
+        more = _bytes_of_the_common_pool() - self.common_bytes
+        if more > 0:
+            lib.report(f"a capture took {more} bytes that are not of its pool".encode())
+        return end(self)
+
+    return comparing
 
 
 @pytest.hookimpl(wrapper=True)

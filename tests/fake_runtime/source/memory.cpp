@@ -131,6 +131,7 @@ API cudaError_t cudaHostUnregister(void *address) {
   if (const cudaError_t error = refuse_in_capture("cudaHostUnregister")) return fail(error);
   const auto found = blocks.find((uintptr_t)address);
   if (found == blocks.end() || found->second.kind != Kind::kRegistered) return fail(cudaErrorHostMemoryNotRegistered);
+  use(found->second.device);
   blocks.erase(found);
   return cudaSuccess;
 }

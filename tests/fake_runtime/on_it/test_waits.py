@@ -1,0 +1,69 @@
+"""A wait that is left out is noticed: under some schedule bits differ, or the runtime reports what no GPU permits."""
+
+from __future__ import annotations
+
+import gc
+from functools import cache
+from zlib import crc32
+
+import pytest
+import torch
+
+from tests.fake_runtime.on_it.waits import PROGRAMS, Place, left_out, places
+from tests.fake_runtime.runtime import STYLES, lib
+
+SEEDS = range(6)
+NOT_NOTICED: set[str] = set()
+"""Places whose waits no schedule here needs, and why."""
+
+
+@cache
+def right(program: str) -> list[torch.Tensor]:
+    lib.seed(0, STYLES.index("eager"))
+    return PROGRAMS[program]()
+
+
+def goes_wrong(program: str, place: Place | None, seed: int, style: str) -> str | None:
+    """What shows that a program went wrong; None where nothing does."""
+    want = right(program)
+    lib.seed(seed, STYLES.index(style))
+    try:
+        with left_out(place):
+            got = PROGRAMS[program]()
+        lib.settle()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        lib.settle()
+        gc.collect()
+        hazards = lib.lines("hazards")
+    if hazards:
+        return hazards[0]
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    same = all(
+        torch.equal(a.view(integers[a.element_size()]), b.view(integers[b.element_size()]))
+        for a, b in zip(got, want, strict=True)
+    )
+    return None if same else "bits differ"
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_schedule_gives_the_same_bits(program, style):
+    assert goes_wrong(program, None, crc32(program.encode()), style) is None
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(p, marks=[pytest.mark.long] if crc32(str(p).encode()) % 3 else []) for p in places()],
+    ids=str,
+)
+def test_control_a_wait_that_is_left_out_is_noticed(place):
+    for seed in SEEDS:
+        for style in STYLES[1:]:
+            for program in PROGRAMS:
+                if shown := goes_wrong(program, place, seed, style):
+                    print(f"{place}: {program}, seed {seed}, {style}: {shown}")
+                    assert str(place) not in NOT_NOTICED
+                    return
+    assert str(place) in NOT_NOTICED, f"no schedule noticed that {place} was left out"
