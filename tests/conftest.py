@@ -121,7 +121,10 @@ def _below_tests(path: Path) -> str:
     return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else ""
 
 
-SET_BY_LIBRARIES = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+SET_BY_LIBRARIES = {
+    *("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"),
+    *("CUDA_MODULE_LOADING",),  # by the first use of a device
+}
 ENVIRON = dict(os.environ)
 
 
@@ -130,7 +133,7 @@ def ambient() -> dict[str, object]:
     import torch  # once there are tests
 
     return {
-        "os.environ": {name: value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES},
+        **{f"os.environ[{name!r}]": value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES},
         "signal handlers": (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
@@ -142,16 +145,14 @@ def ambient() -> dict[str, object]:
     }
 
 
-def left_by(before: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in ambient().items() if value != before[name]}
-
-
 @pytest.fixture(scope="module", autouse=True)
 def leaves_nothing() -> Generator[None]:
     """A file of tests leaves the process as it found it: what one leaves another fails of, in a whole run alone."""
     before = ambient()
     yield
-    assert not left_by(before)
+    after = ambient()
+    left = {name: after.get(name) for name in before.keys() | after if before.get(name) != after.get(name)}
+    assert not left
 
 
 def pytest_collection_finish() -> None:

@@ -78,17 +78,24 @@ def left_behind() -> list[str]:
 
 
 def _watched_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step without a share of the host's waits for no device."""
+    """A step waits for no device, but for its own share on the host and to read what is set on the device."""
 
     @wraps(step)
     def watched(self: CPUOffloadOptimizer, *args: Any, **kwargs: Any) -> Any:
         before = lib.host_waits()
         result = step(self, *args, **kwargs)
-        if self.cpu_fraction == 0 and isinstance(self.inner, FusedAdam) and lib.host_waits() != before:
+        free = self.cpu_fraction == 0 and isinstance(self.inner, FusedAdam) and not _set_on_a_device(self.inner)
+        if free and lib.host_waits() != before:
             lib.report(b"an offloaded step waited: " + lib.last_host_wait())
         return result
 
     return watched
+
+
+def _set_on_a_device(optimizer: FusedAdam) -> bool:
+    settings = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
+    settings += [getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)]
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in settings)
 
 
 # What a capture allocates is in the graph's own pool: memory of the common one is given to others before a replay.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Callable
 
@@ -66,6 +67,34 @@ def test_an_optimizer_is_dropped_right_after_its_step(fraction):
     FusedAdam(reference, lr=0.5).step()
     torch.cuda.synchronize()
     assert all(torch.equal(p, q) for p, q in zip(params, reference, strict=True))
+
+
+@pytest.mark.parametrize("own", [offloaded, lambda params: [exported(params)]], ids=["offloaded", "exported"])
+def test_a_forked_child_that_drops_it_takes_nothing_from_its_parent(own):
+    """As a data loader's worker does when it ends. CUDA cannot be called in a child."""
+    owner = own([param() for _ in range(16)])
+    torch.cuda.synchronize()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            owner.clear()
+            gc.collect()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    (held,) = owner
+    states = held["state"].values() if isinstance(held, dict) else held.state.values()
+    tensors = [tensor for state in states for tensor in state.values()]
+    pinned = [tensor for tensor in tensors if tensor.numel() == ELEMENTS and tensor.is_pinned()]
+    assert pinned
+    for tensor in pinned:
+        on_device = torch.empty_like(tensor, device="cuda").copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(on_device.cpu(), tensor)
+    if not isinstance(held, dict):
+        held.step()
 
 
 def exported(params: list[torch.nn.Parameter], grad: float = 1.0) -> dict:

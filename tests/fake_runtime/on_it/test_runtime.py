@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream import CPUOffloadOptimizer, FusedAdam, kernels
 from torch import Tensor
 
 from tests.fake_runtime.plugin import left_behind
@@ -218,6 +218,36 @@ def test_no_context_is_opened_on_another_device(form, fresh):
     assert torch.cuda.current_device() == former
 
 
+# ---- settings ----
+
+
+@pytest.mark.parametrize("form", ["plain", "streamed", "shared", "host alone"])
+def test_what_a_step_reads_on_the_device_is_read_at_once_before_anything_is_launched(form, monkeypatch):
+    def on_device(value: float) -> Tensor:
+        return torch.full((), value, dtype=torch.float32, device="cuda")
+
+    params = on(torch.device("cuda", 0))
+    optimizer = FORMS[form]([{"params": [p], "lr": on_device(0.1 * (i + 1))} for i, p in enumerate(params)])
+    optimizer.step()  # makes state
+    optimizer.grad_scale, optimizer.found_inf = on_device(4.0), on_device(0.0)
+    torch.cuda.synchronize()
+    before = lib.host_waits()
+    on_device(1.0).tolist()
+    one = lib.host_waits() - before  # the copy, and the stream
+    before, at_launch, adam = lib.host_waits(), [], kernels.adam
+
+    def launch(*args: object, **kwargs: object) -> None:
+        at_launch.append(lib.host_waits() - before)
+        adam(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, "adam", launch)
+    optimizer.step()
+    assert at_launch
+    if form in ("plain", "streamed"):  # in the others a thread launches, and each thread has a count of its own
+        assert set(at_launch) == {one}
+    assert lib.host_waits() - before == one
+
+
 # ---- captures ----
 
 
@@ -243,13 +273,13 @@ def test_control_memory_of_the_common_pool_in_a_capture_is_noticed():
     other, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     x = torch.zeros(8, device="cuda")
     with torch.cuda.stream(other):
-        torch.empty(1 << 12, dtype=torch.uint8, device="cuda")  # the common pool has such a block then
+        held = torch.empty(1 << 12, dtype=torch.uint8, device="cuda")  # the common pool has a segment for it, with room
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
         x.add_(1)
         with torch.cuda.stream(other):
             kept = torch.empty(1 << 12, dtype=torch.uint8, device="cuda")
-    del kept
+    del held, kept
     assert any("not of its pool" in line for line in left_behind())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ from unittest import mock
 
 import statestream
 import torch
-from statestream import CPUOffloadOptimizer, FusedAdam, transfer
-from statestream.offload import gradient_staging
+from statestream import CPUOffloadOptimizer, FusedAdam, pinned, transfer
+from statestream.offload import gradient_staging, host_side
 from statestream.offload.device import CudaDevice
 from statestream.offload.worker import Worker
 from torch import Tensor
@@ -22,9 +23,18 @@ from torch import Tensor
 __all__ = ["PROGRAMS", "Place", "left_out", "places"]
 
 PACKAGE = Path(statestream.__file__).parent
-FILES = ("offload/stream.py", "offload/host_stream.py", "offload/gradient_staging.py", "transfer.py")
-WAITS = {"wait", "wait_stream", "synchronize", "drain", "result"}
-AFTER_ERRORS = {"settle"}
+FILES = {
+    "offload/charge.py": {"synchronize"},
+    "offload/device.py": {"synchronize"},
+    "offload/gradient_staging.py": {"wait", "synchronize", "result", "keep"},
+    "offload/gradients.py": {"synchronize"},
+    "offload/host_stream.py": {"wait", "yield"},
+    "offload/stream.py": {"wait", "result"},
+    "pinned.py": {"wait_for_all_devices"},
+    "transfer.py": {"wait", "wait_stream", "synchronize"},
+}
+"""Where a stream or the host is made to wait, and by what. A storage that is kept until a copy is done waits too."""
+AFTER_ERRORS = {"settle", "drain"}
 """Functions that set things right after an error: tests/simulated_device leaves out their waits."""
 
 
@@ -37,55 +47,75 @@ class Place:
     def __str__(self) -> str:
         return f"{self.file}:{self.text}"
 
-    def is_of(self, frame: FrameType) -> bool:
-        return frame.f_lineno == self.line and frame.f_code.co_filename == str(PACKAGE / self.file)
-
 
 def places() -> list[Place]:
-    found = []
-    for file in FILES:
-        source = (PACKAGE / file).read_text()
+    found: dict[Place, None] = {}
+    for file, names in FILES.items():
+        source = (PACKAGE / file).read_text(encoding="utf-8")
         for function in ast.walk(ast.parse(source)):
             if not isinstance(function, ast.FunctionDef) or function.name in AFTER_ERRORS:
                 continue
             handlers = [n for n in ast.walk(function) if isinstance(n, ast.ExceptHandler)]
             rare = {id(n) for handler in handlers for n in ast.walk(handler)}
             for node in ast.walk(function):
-                called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS
-                yielded = isinstance(node, ast.Yield) and isinstance(node.value, (ast.Name, ast.Subscript))
-                kept = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "keep"
-                if (called or yielded or kept) and id(node) not in rare:
-                    place = Place(file, node.lineno, ast.get_source_segment(source, node) or "")
-                    found += [] if "." not in place.text and called else [place]
-    return [p for p in dict.fromkeys(found) if not p.text.startswith(("work", "device.clock"))]
+                if id(node) not in rare and _waits(node) in names - {function.name}:
+                    found[Place(file, node.lineno, ast.get_source_segment(source, node) or "")] = None
+    return list(found)
+
+
+def _waits(node: ast.AST) -> str:
+    if isinstance(node, ast.Yield):
+        return "yield" if isinstance(node.value, (ast.Name, ast.Subscript)) else ""
+    if not isinstance(node, ast.Call):
+        return ""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
 @contextlib.contextmanager
-def left_out(place: Place | None) -> Iterator[None]:
-    """What waits at that place waits for nothing there."""
+def left_out(place: Place | None) -> Iterator[set[tuple[str, int]]]:
+    """What waits at that place waits for nothing there. Gives the files and lines of all waits, as they come."""
+    seen: set[tuple[str, int]] = set()
+
+    def skips(at: set[tuple[str, int]]) -> bool:
+        seen.update(at)
+        return place is not None and (place.file, place.line) in at
+
     with contextlib.ExitStack() as stack:
         for owner, name in (
             (CudaDevice, "wait"),
             (CudaDevice, "synchronize"),
-            (CudaDevice, "drain"),
             (transfer._CudaQueues, "wait"),
             (torch.cuda.Stream, "wait_stream"),
             (torch.cuda.Stream, "synchronize"),
             (gradient_staging._Slot, "keep"),
             (Worker, "result"),
+            (pinned, "wait_for_all_devices"),
         ):
-            stack.enter_context(mock.patch.object(owner, name, _unless_at(place, getattr(owner, name))))
-        yield
+            stack.enter_context(mock.patch.object(owner, name, _unless(skips, getattr(owner, name))))
+        if place is not None and "worker" in place.text:
+            stack.enter_context(mock.patch.object(Worker, "_drive", _late(Worker._drive)))
+        yield seen
 
 
-def _unless_at(place: Place | None, call: Callable[..., object]) -> Callable[..., object]:
+def _unless(skips: Callable[[set[tuple[str, int]]], bool], call: Callable[..., object]) -> Callable[..., object]:
     def instead(*args: object, **kwargs: object) -> object:
         frame = sys._getframe(1)
-        flow = getattr(frame.f_locals.get("self"), "_flow", None) if isinstance(frame, FrameType) else None
-        waits_for_flow = flow is not None and getattr(flow, "gi_frame", None) is not None
-        if place is not None and (place.is_of(frame) or (waits_for_flow and place.is_of(flow.gi_frame))):
-            return None
-        return call(*args, **kwargs)
+        flow = getattr(getattr(frame.f_locals.get("self"), "_flow", None), "gi_frame", None)  # which a worker drives
+        return None if skips({_place_of(f) for f in (frame, flow) if f is not None}) else call(*args, **kwargs)
+
+    return instead
+
+
+def _place_of(frame: FrameType) -> tuple[str, int]:
+    return frame.f_code.co_filename.removeprefix(f"{PACKAGE}/"), frame.f_lineno
+
+
+def _late(drive: Callable[[Worker], None]) -> Callable[[Worker], None]:
+    """A thread that comes late: whoever does not wait for it is sure to be first."""
+
+    def instead(self: Worker) -> None:
+        time.sleep(0.01)
+        drive(self)
 
     return instead
 
@@ -93,6 +123,8 @@ def _unless_at(place: Place | None, call: Callable[..., object]) -> Callable[...
 # ---- programs ----
 
 SIZES = (20_000, 7, 5_000, 30_001)
+SLOT_BYTES = 1 << 14
+"""So small that every slot is used several times."""
 
 
 def _params() -> list[torch.nn.Parameter]:
@@ -106,16 +138,18 @@ def _grad(step: int, i: int) -> Tensor:
     return torch.randn(SIZES[i], generator=random).bfloat16().cuda().mul_(2)
 
 
-def _others_work() -> None:
-    """Takes memory that was just given back, and writes to it."""
-    for n in (1 << 12, 1 << 14, 1 << 16, 1 << 17):
-        torch.empty(n, dtype=torch.uint8, device="cuda").fill_(7)
+def _others_work(soon: bool = False) -> None:
+    """Takes memory that was just given back, and writes to it: `soon`, before what other streams have still to do."""
+    for n in (*SIZES, 1 << 11, 1 << 13, 1 << 15, 1 << 16):
+        torch.empty(n, dtype=torch.bfloat16, device="cuda").fill_(7)
+    if soon:
+        torch.cuda.current_stream().synchronize()
 
 
 def _outcome(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    weights = [p.detach().cpu() for p in params]
-    states = optimizer.state_dict()["state"].values()
-    return weights + [t.cpu().clone() for state in states for t in state.values() if isinstance(t, Tensor)]
+    states = optimizer.state_dict()["state"].values()  # before anything else waits for the device
+    values = [t.cpu().clone() for state in states for t in state.values() if isinstance(t, Tensor)]
+    return values + [p.detach().cpu() for p in params]
 
 
 def _fused(params: list[torch.nn.Parameter]) -> FusedAdam:
@@ -124,25 +158,29 @@ def _fused(params: list[torch.nn.Parameter]) -> FusedAdam:
 
 def _offloaded(fraction: float, chunk: int = 60_000) -> list[Tensor]:
     params = _params()
-    optimizer = CPUOffloadOptimizer(_fused(params), chunk, cpu_fraction=fraction)
-    for step in range(3):
-        for i, p in enumerate(params):
-            p.grad = _grad(step, i)
-        optimizer.step()
-        _others_work()
+    with mock.patch.object(host_side, "SLOT_BYTES", SLOT_BYTES):
+        optimizer = CPUOffloadOptimizer(_fused(params), chunk, cpu_fraction=fraction)
+        for step in range(3):
+            for i, p in enumerate(params):
+                p.grad = _grad(step, i)
+            optimizer.step()
+            _others_work()
     return _outcome(params, optimizer)
 
 
 def _offloaded_gradients(fraction: float) -> list[Tensor]:
     params = _params()
-    optimizer = CPUOffloadOptimizer(_fused(params), 60_000, cpu_fraction=fraction, offload_gradients=True)
-    with mock.patch.object(gradient_staging, "SLOT_BYTES", 1 << 14):
+    with (
+        mock.patch.object(gradient_staging, "SLOT_BYTES", SLOT_BYTES),
+        mock.patch.object(host_side, "SLOT_BYTES", SLOT_BYTES),
+    ):
+        optimizer = CPUOffloadOptimizer(_fused(params), 60_000, cpu_fraction=fraction, offload_gradients=True)
         for step in range(2):
             for micro_batch in range(3):
                 grads = [_grad(10 * step + micro_batch, i) for i in range(len(params))]
                 sum((p * g).sum().float() for p, g in zip(params, grads, strict=True)).backward()
                 del grads
-                _others_work()
+                _others_work(soon=True)
             optimizer.step()
             _others_work()
     return _outcome(params, optimizer)
@@ -153,9 +191,9 @@ def _few_gradients_held() -> list[Tensor]:
         return _offloaded_gradients(0)
 
 
-def _exported() -> list[Tensor]:
+def _exported(make: Callable[[list[torch.nn.Parameter]], FusedAdam]) -> list[Tensor]:
     params = _params()
-    optimizer = _fused(params)
+    optimizer = make(params)
     optimizer.state_dict_cpu_offload, optimizer.export_staging_bytes = True, 1 << 14
     for step in range(2):
         for i, p in enumerate(params):
@@ -163,13 +201,72 @@ def _exported() -> list[Tensor]:
         optimizer.step()
         _others_work()
         exported = optimizer.state_dict()
-    optimizer.load_state_dict(exported)
+    with torch.cuda.stream(torch.cuda.Stream()):  # whoever loads on one stream and steps on another finds it loaded
+        optimizer.load_state_dict(exported)
     _others_work()
     for i, p in enumerate(params):
         p.grad = _grad(7, i)
     optimizer.step()
     first = [t.clone() for state in exported["state"].values() for t in state.values() if isinstance(t, Tensor)]
     return first + _outcome(params, optimizer)
+
+
+def _dropped() -> list[Tensor]:
+    """Right after its step: stores are on their way to memory that goes with it."""
+    params = _params()
+    for i, p in enumerate(params):
+        p.grad = _grad(0, i)
+    CPUOffloadOptimizer(_fused(params), 60_000).step()
+    return [p.detach().cpu() for p in params]
+
+
+def _dropped_while_it_is_uploaded() -> list[Tensor]:
+    params, arrived = _params(), []
+    torch._C._host_emptyCache()  # so that the next export gets this one's blocks, and none that others have left
+    optimizer = FusedAdam(params, lr=0.1, exp_avg_dtype="bf16", state_dict_cpu_offload=True)
+    for step in range(6):
+        for i, p in enumerate(params):
+            p.grad = _grad(step, i)
+        optimizer.step()
+        exported = [t for state in optimizer.state_dict()["state"].values() for t in state.values()]
+        # A copy of memory that is not pinned waits for the others; of one that begins where its block does torch knows.
+        exported = [t for t in exported if t.is_pinned() and t.data_ptr() % 4096]
+        with torch.cuda.stream(torch.cuda.Stream()):
+            busy = torch.zeros(8, device="cuda")
+            for _ in range(100):
+                busy.add_(1)
+            arrived += [t.to("cuda", non_blocking=True) for t in exported]
+        del exported
+    assert len(arrived) >= 3
+    torch.cuda.synchronize()
+    return [t.cpu() for t in arrived]
+
+
+class _GradientsFromADevice(torch.autograd.Function):
+    """As FSDP2 with CPUOffloadPolicy: they are copied to pinned memory, and nobody has waited."""
+
+    @staticmethod
+    def forward(ctx: object, number: int, *params: Tensor) -> Tensor:
+        ctx.number = number
+        return params[0].sum()
+
+    @staticmethod
+    def backward(ctx: object, _: Tensor) -> tuple[Tensor | None, ...]:
+        grads = []
+        for i, n in enumerate(SIZES):
+            grads.append(torch.empty(n, dtype=torch.bfloat16, device="cpu", pin_memory=True))
+            grads[-1].copy_(_grad(ctx.number, i), non_blocking=True)
+        return None, *grads
+
+
+def _on_the_host() -> list[Tensor]:
+    params = [torch.nn.Parameter(p.detach().cpu()) for p in _params()]
+    optimizer = CPUOffloadOptimizer(_fused(params), offload_gradients=True, cpu_fraction=1)
+    for step in range(2):
+        for micro_batch in range(2):
+            _GradientsFromADevice.apply(10 * step + micro_batch, *params).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in params]
 
 
 PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
@@ -179,5 +276,9 @@ PROGRAMS: dict[str, Callable[[], list[Tensor]]] = {
     "gradients": lambda: _offloaded_gradients(0),
     "gradients shared": lambda: _offloaded_gradients(0.5),
     "few gradients held": _few_gradients_held,
-    "exported": _exported,
+    "dropped": _dropped,
+    "dropped while it is uploaded": _dropped_while_it_is_uploaded,
+    "parameters on the host": _on_the_host,
+    "exported": lambda: _exported(_fused),
+    "exported as it is": lambda: _exported(lambda params: FusedAdam(params, lr=0.1)),
 }
