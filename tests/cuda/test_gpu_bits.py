@@ -225,6 +225,7 @@ def test_another_device_than_the_current_one():
     want = Tensors.random(ALL_BF16, LENGTHS, seed=1)
     got = want.to(other)
     with torch.cuda.device(0):
+        torch.zeros(1, device="cuda:0")  # has a context
         step(got)
         assert torch.cuda.current_device() == 0
     step(want)

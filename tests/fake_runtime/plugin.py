@@ -60,6 +60,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
     result = yield
+    item.funcargs.clear()  # what the test had is held here until pytest goes on
     if left := left_behind():
         raise AssertionError("\n".join(left))
     return result

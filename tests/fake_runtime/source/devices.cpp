@@ -43,11 +43,15 @@ void use(int device) { devices[device].used = true; }
 
 using namespace fake;
 
-// Contexts made since the last fake_forget_contexts on devices that were given no work and no memory, a line each.
+// Contexts made since the last fake_forget_contexts on devices that were given no work and no memory, a line each. Where
+// no device was given any, a single context is one that was asked about its memory, or to pin some.
 API const char *fake_unused_contexts() {
   const Lock lock;
   static std::string text;
   text.clear();
+  int contexts = 0, used = 0;
+  for (const Device &device : devices) contexts += !device.context.empty(), used += device.used;
+  if (contexts == 1 && !used) return text.c_str();
   for (int d = 0; d < kDevices; ++d)
     if (!devices[d].context.empty() && !devices[d].used)
       text += "GPU " + std::to_string(d) + " by " + devices[d].context + "\n";
