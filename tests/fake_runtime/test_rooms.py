@@ -15,7 +15,10 @@ from tests.fake_runtime import build, runtime
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {
     "kernels": ["tests/cuda"],
-    "offload": ["tests/offload/test_on_gpu.py", "tests/offload/test_gpu_lifetime.py", "tests/distributed/test_pinned.py"],
+    "offload": [
+        *("tests/offload/test_on_gpu.py", "tests/offload/test_gpu_lifetime.py"),
+        *("tests/distributed/test_pinned.py", "tests/te"),
+    ],
     "the runtime itself": ["tests/fake_runtime/on_it"],
 }
 """What runs in one process."""

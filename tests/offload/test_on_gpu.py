@@ -127,7 +127,7 @@ def test_peak_allocated_is_the_budget(name):
 
 
 def test_gradients_on_their_way_keep_little_of_the_device(monkeypatch):
-    """FSDP2 reduces the gradients of a group into one buffer, of which each is a view. Unpatched: 48 MiB and a buffer."""
+    """FSDP2 reduces the gradients of a group into one buffer, of which each is a view. By itself 48 MiB are held."""
     held, buffer_bytes = 4 * MiB, 2 * MiB
     monkeypatch.setattr(gradient_staging, "HELD_BYTES", held)
     before, most = 0, []
