@@ -47,7 +47,7 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     inner = None if name is None else getattr(tensor, name)
     if type(inner) not in _PLAIN or inner.shape != tensor.shape or inner.dtype is not tensor.dtype:
         return tensor
-    return inner if inner.is_floating_point() else tensor
+    return inner
 
 
 def is_dtensor(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ ROOMS = {
     "kernels": ["tests/cuda"],
     "offload": [
         *("tests/offload/test_on_gpu.py", "tests/offload/test_gpu_lifetime.py"),
-        *("tests/distributed/test_pinned.py", "tests/te"),
+        "tests/distributed/test_pinned.py",
     ],
     "the runtime itself": ["tests/fake_runtime/on_it"],
 }

@@ -47,7 +47,7 @@ class Wrapped(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         args, kwargs = tree_map_only(Wrapped, lambda x: x.inside, (args, kwargs or {}))
         out = func(*args, **kwargs)
-        return tree_map_only(Tensor, Wrapped, out) if func in _OF_ITS_CLASS else out
+        return tree_map_only(Tensor, cls, out) if func in _OF_ITS_CLASS else out
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Wrapped({self.inside})"

@@ -357,6 +357,17 @@ def test_the_class_is_asked_once_since_its_answer_may_wait_for_the_device():
     assert all(float(optimizer.state[param]["step"]) == 4 for param in params)
 
 
+def test_a_scale_that_is_there_when_the_class_is_first_asked_is_no_value_of_its_own():
+    class Scaled(Wrapped):
+        """A class that nobody has asked yet."""
+
+    param = nn.Parameter(Scaled(torch.ones(4)))
+    param._precomputed_scale = torch.tensor(2.0)
+    param.grad = torch.ones(4)
+    FusedAdam([param], lr=0.25).step()
+    assert torch.all(param.inside < 1)
+
+
 # ---- what cannot be trained ----
 
 
@@ -410,6 +421,24 @@ def test_it_has_no_state_and_a_state_for_it_is_refused_by_name(kind):
         with pytest.raises(error, match=f"'last': .*{found}"):
             ask()
     assert len(list(optimizer.state)) == 1
+
+
+class Quantized(Wrapped):
+    """Says that it is bfloat16, and keeps eight bits an element."""
+
+    @staticmethod
+    def __new__(cls, inside: torch.Tensor) -> "Quantized":
+        return torch.Tensor._make_wrapper_subclass(cls, inside.size(), dtype=BF16, device=inside.device)
+
+
+@pytest.mark.parametrize("wrap", [lambda o: o, CPUOffloadOptimizer], ids=["FusedAdam", "CPUOffloadOptimizer"])
+def test_a_class_around_values_of_another_dtype_is_refused_by_name(wrap):
+    first, bad = nn.Parameter(torch.ones(4)), nn.Parameter(Quantized(torch.ones(3, dtype=torch.uint8)))
+    optimizer = wrap(FusedAdam([("first", first), ("last", bad)], lr=0.1))
+    first.grad, bad.grad = torch.ones(4), torch.ones(3, dtype=BF16)
+    with pytest.raises(ValueError, match="'last': parameters of class Quantized are not supported"):
+        optimizer.step()
+    assert torch.all(first == 1) and torch.all(bad.inside == 1)
 
 
 # ---- arguments ----
