@@ -140,7 +140,6 @@ def ambient() -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "grad mode": torch.is_grad_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "torch.compile": torch.compile,
         "process group": torch.distributed.is_available() and torch.distributed.is_initialized(),
     }
 
