@@ -60,7 +60,7 @@ NOT_QUICK = tuple(
     ptx sanitizers sass simulated_device state_dict/test_export.py::test_control_one_planted
     state_dict/test_resume.py::test_resumed_run_in_a_new step/test_interrupts.py::test_interrupts_at_random_moments
     step/test_random_rounding.py::test_two_thousand step/test_step_edge_cases.py::test_constant_tiny
-    step/test_threads_and_processes step/test_training_loops.py::test_a_forked_child
+    step/test_compiled step/test_threads_and_processes step/test_training_loops.py::test_a_forked_child
     step/test_written.py::test_what_is_kept_does_not_grow worlds
     """.split()  # noqa: SIM905
 )
