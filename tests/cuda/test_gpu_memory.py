@@ -134,3 +134,35 @@ def test_an_export_is_what_the_cpu_would_have_exported(optimizer):
     for number, state in theirs.items():
         for name, tensor in state.items():
             assert torch.equal(ours[number][name], tensor), (number, name)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("by_hand", [False, True], ids=["", "its state moved by hand"])
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("ends", [("cpu", "cuda:0"), ("cuda:0", "cuda:1"), ("cuda:1", "cpu")], ids="-".join)
+def test_state_scales_and_counts_follow_a_model_to_another_device(ends, capturable, by_hand):
+    """By hand, as trainers do that know no scales."""
+    if capturable and "cpu" in ends:
+        pytest.skip("a capturable optimizer counts on a GPU")
+    first, then = map(torch.device, ends)
+    values, grads = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    params = [torch.nn.Parameter(values.to(device, copy=True)) for device in (first, then)]
+    formats = {"master_weights": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"}
+    moved, judge = (FusedAdam([p], lr=0.1, capturable=capturable, **formats) for p in params)
+    for number in range(4):
+        for p, optimizer in zip(params, (moved, judge), strict=True):
+            p.grad = None
+            if number == 2 and optimizer is moved:
+                p.data = p.data.to(then)
+                for name in ("exp_avg", "exp_avg_sq", "master_param") if by_hand else ():
+                    optimizer.state[p][name] = optimizer.state[p][name].to(then)
+            p.grad = grads.to(p.device)
+            optimizer.step()
+    assert params[0].device == then
+    assert torch.equal(params[0].cpu(), params[1].cpu())
+    mine, theirs = moved.state[params[0]], judge.state[params[1]]
+    assert mine["step"] == 4 and mine["step"].device == theirs["step"].device
+    assert {scale.device for scale in moved._keeper.scales[params[0]].values()} == {then}
+    for name in ("exp_avg", "exp_avg_sq", "master_param"):
+        assert mine[name].device == then and torch.equal(mine[name].cpu(), theirs[name].cpu()), name
+        assert torch.equal(moved.get_unscaled_state(params[0], name), judge.get_unscaled_state(params[1], name)), name

@@ -173,3 +173,16 @@ def test_remainders_of_a_bfloat16_parameter_are_no_master_of_a_float16_one():
     param.data = param.data.half()
     exported = optimizer.state_dict()["state"][0]["master_param"]
     assert torch.equal(exported, param.detach().float())
+
+
+@pytest.mark.parametrize("count", [5, torch.tensor(5)], ids=["a number", "a tensor of integers"])
+def test_a_counter_of_another_kind_goes_on_from_its_count(count):
+    params = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+    put, judge = (FusedAdam([param], lr=0.1) for param in params)
+    put.state[params[0]]["step"] = count
+    judge.state[params[1]]["step"].fill_(5)
+    for param, optimizer in zip(params, (put, judge), strict=True):
+        param.grad = torch.ones(8)
+        optimizer.step()
+    assert put.state[params[0]]["step"].dtype is torch.float32 and put.state[params[0]]["step"] == 6
+    assert same_bits(*params)

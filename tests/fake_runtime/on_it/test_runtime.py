@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam, kernels
+from statestream.offload.device import CudaDevice
 from torch import Tensor
 
 from tests.fake_runtime.plugin import left_behind
@@ -216,6 +217,19 @@ def test_no_context_is_opened_on_another_device(form, fresh):
     run(lambda: [p.detach().cpu() for p in params])
     assert not lib.has_context(0)
     assert torch.cuda.current_device() == former
+
+
+# ---- queues ----
+
+
+def test_copies_are_on_their_queues_and_leave_the_programs_stream_free():
+    device = CudaDevice(torch.device("cuda", 0))
+    source, target = torch.ones(1000, device="cuda"), torch.zeros(4000, dtype=torch.uint8, pin_memory=True)
+    torch.cuda.synchronize()
+    for queue in (device.load, device.store, device.down, device.up):
+        device.copy(queue, target, 0, source.view(torch.uint8), 0, 4000)
+        assert torch.cuda.current_stream().query() and not queue.query()
+        queue.synchronize()
 
 
 # ---- settings ----
