@@ -65,6 +65,19 @@ def test_the_state_dict_is_that_of_the_optimizer_itself(make):
     assert_same_dict(optimizer.state_dict(), plain.state_dict())
 
 
+def test_a_dict_that_was_loaded_may_be_written_afterwards(make):
+    """Counters too: a program may go on with the dict."""
+    params = make_params("mixed")
+    optimizer = CPUOffloadOptimizer(make(params), CHUNK)
+    train(optimizer, params, range(2))
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    wanted = copy.deepcopy(optimizer.state_dict())
+    for tensor in tensors_of(saved):
+        tensor.fill_(77)
+    assert_same_dict(optimizer.state_dict(), wanted)
+
+
 def test_it_loads_into_the_optimizer_itself_and_back(make):
     params, reference = make_params("mixed"), make_params("mixed")
     optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK), make(reference)

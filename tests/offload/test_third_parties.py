@@ -193,6 +193,28 @@ def test_a_one_pass_step_that_fails_leaves_state_on_the_host_as_it_was():
         assert torch.equal(param, weight) and torch.equal(optimizer.state[param]["momentum"], momentum)
 
 
+@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize("left", [lambda grad: None, lambda grad: 2 * grad], ids=["nothing", "another tensor"])
+def test_what_an_optimizer_leaves_as_a_gradient_is_what_there_is_after_the_step(left, elementwise):
+    class Leaving(SignDescent):
+        @torch.no_grad()
+        def step(self, closure=None):
+            super().step()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad = left(p.grad)
+
+    params, reference = make_params(), make_params()
+    chunk = CHUNK if elementwise else None
+    optimizer, plain = CPUOffloadOptimizer(Leaving(params), chunk, elementwise=elementwise), Leaving(reference)
+    train(optimizer, params, range(2), missing=lambda _: (3,))
+    train(plain, reference, range(2), missing=lambda _: (3,))
+    for p, q in zip(params, reference, strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.equal(p.grad, q.grad)
+
+
 # ---- what an optimizer counts for itself ----
 
 
