@@ -450,7 +450,6 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             if changed is not None:
                 state_dict = changed
         with interrupts_held():
-            self.units.wait()
             load_state(self.units, state_dict)
             self.units.torn.clear()
         for hook in list(self._optimizer_load_state_dict_post_hooks.values()):
