@@ -101,6 +101,21 @@ def test_the_second_takes_over_with_one_warning_and_the_first_refuses_by_name(se
     assert_trains(first, params, lambda ps: copied_over(offloading, first, ps), range(5, 7))
 
 
+@pytest.mark.parametrize("second", [name for name in SECONDS if name != "offloading gradients"])
+def test_a_third_one_that_offloads_takes_over_from_one_that_does_not(second, where):
+    params = make_params()
+    first = offloading(params)
+    with pytest.warns(RuntimeWarning, match=WARNED):
+        newer = SECONDS[second](params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no gradients are lost: the second had taken none away
+        third = offloading(params)
+    assert_trains(third, params, offloading)
+    with pytest.raises(RuntimeError, match=TAKEN):
+        first.step()
+    del newer
+
+
 def copied_over(make, optimizer, params):
     other = make(params)
     other.load_state_dict(optimizer.state_dict())
