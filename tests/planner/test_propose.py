@@ -72,6 +72,7 @@ def test_the_default_reserve_is_a_fifth():
     assert made.proposal.changes == "as asked"
     tighter = make_plan(SHARES, settings, source="a test", ranks=8, gpu_memory=int(19.9 * GiB))
     assert tighter.proposal.changes != "as asked"
+    assert make_plan(SHARES, settings, source="a test", ranks=8).reserve == 0  # of nothing
 
 
 def test_what_is_asked_for_is_only_added_to():

@@ -252,6 +252,20 @@ def test_each_device_has_its_call_and_a_capturable_lr_and_scale_are_copied_there
     assert {str(optimizer.state[p]["step"].device) for p in params[1:]} == {"cuda:0", "cuda:1"}
 
 
+@pytest.mark.parametrize(("on", "then"), [("cuda:0", "cuda:0"), ("cuda:1", "cuda:1"), ("cuda:2", "cuda:1")])
+def test_a_capturable_lr_stays_beside_any_trained_parameter_and_comes_from_elsewhere(on, then, monkeypatch):
+    monkeypatch.setattr(kernels, "adam", lambda *_, **__: None)
+    monkeypatch.setattr(kernels, "advance_steps", lambda *_: None)
+    with FakeTensorMode():
+        params = [nn.Parameter(torch.ones(4, device=f"cuda:{i}")) for i in (1, 0)]
+        optimizer = FusedAdam(params, lr=0.1, capturable=True)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.param_groups[0]["lr"] = torch.full((), 0.1, device=on)
+        optimizer.step()
+        assert str(optimizer.param_groups[0]["lr"].device) == then
+
+
 def test_offload_wants_one_device_of_what_is_trained_alone():
     here, there = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, device="meta"))
     optimizer = CPUOffloadOptimizer(FusedAdam([there, here], lr=0.1))
