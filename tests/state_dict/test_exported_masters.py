@@ -289,3 +289,27 @@ def test_the_weights_of_a_checkpoint_are_the_models_whichever_way_they_are_made(
     made = dict(fp32_weights(optimizer.state_dict(), list(model.parameters())))
     for i, (name, param) in enumerate(model.named_parameters()):
         assert same_bits(made[i].to(BF16), param) and same_bits(converted[name], made[i]), name
+
+
+@pytest.mark.parametrize("before", ["nothing", "a step", "a step and a write"])
+@pytest.mark.parametrize("form", [form for form in FORMS if "remainders" not in form])
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_a_master_that_is_set_is_what_the_next_step_starts_from_and_a_save_exports(holder, form, before):
+    dtype, options = FORMS[form]
+    param = Parameter(torch.ones(600).to(dtype))
+    optimizer = holder([param], lr=0.0, master_weights=True, **options)
+    param.grad = torch.ones_like(param)
+    if before != "nothing":
+        optimizer.step()
+    if before == "a step and a write":
+        with torch.no_grad():
+            param.fill_(2)
+    weight, wanted = param.detach().clone(), torch.linspace(3, 4, 600)
+    optimizer.set_scaled_state(param, MASTER, wanted)
+    optimizer.set_scaled_state(param, "exp_avg", torch.zeros(600))
+    assert same_bits(param, weight)
+    exported = optimizer.state_dict()["state"][0][MASTER].clone()
+    torch.testing.assert_close(exported.float(), wanted, rtol=0, atol=2e-3 if "fp16 m" in form else 0)
+    optimizer.step()
+    assert same_bits(param, exported.to(dtype))
+    assert same_bits(optimizer.state_dict()["state"][0][MASTER], exported)
