@@ -56,6 +56,8 @@ def fake_cuda_world(
                 device_count=mock.Mock(return_value=ranks),
                 set_device=mock.Mock(),
                 is_initialized=mock.Mock(return_value=True),
+                _exchange_device=mock.Mock(return_value=0),
+                _maybe_exchange_device=mock.Mock(return_value=0),
             )
             stack.enter_context(cuda)
             # A torch without CUDA has no such function; one with CUDA has no such device.

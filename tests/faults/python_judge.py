@@ -26,7 +26,7 @@ _CPU_SECONDS = {"first": 150, "room": 600, "rest": 1800}
 """Of the process that runs a rung's tests: a fault may make a loop endless."""
 _SECONDS = 3600
 
-_OF_TIME = ("not_slow", "gil_is_free", "in_a_few_seconds", "under_90_seconds")
+_OF_TIME = ("not_slow", "in_a_few_seconds", "under_90_seconds")
 """In names of tests that others' use of the processors may fail."""
 
 _OTHER_ROOMS = (

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.gil import ticks_in_calls
 from kernel_runner import ALL_BF16, ALL_F32, CHUNK, State, assert_same_bits, difference, random_values, update, updated
 from statestream import kernels
 
@@ -33,29 +34,13 @@ def on_a_thread(work, *args) -> threading.Thread:
     return thread
 
 
-def ticks_inside(rows: list[State], threads: int) -> int:
-    """How often this thread woke, every 2 ms at most, during the inner 80% of a call on another thread."""
-    span: list[float] = []
-
-    def call():
-        span.append(time.perf_counter())
-        update(rows, ALL_F32, threads=threads)
-        span.append(time.perf_counter())
-
-    caller = on_a_thread(call)
-    ticks = []
-    while caller.is_alive():
-        ticks.append(time.perf_counter())
-        time.sleep(0.002)
-    began, ended = span
-    return sum(began + 0.1 * (ended - began) < t < ended - 0.1 * (ended - began) for t in ticks)
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_other_python_threads_run_during_a_call(threads):
-    rows = long_call(threads)
-    # Of several calls one: others of the machine may take the processors for most of a call.
-    assert any(ticks_inside(rows, threads) >= 5 for _ in range(5))
+    state = State.of(random_values(8 * CHUNK, seed=1), ALL_F32)
+    with ticks_in_calls("adam") as counts:
+        while not any(counts) and len(counts) < 1000:
+            update([state] * 4, ALL_F32, threads=threads)
+    assert any(counts)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

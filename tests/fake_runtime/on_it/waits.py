@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +81,10 @@ def left_out(place: Place | None) -> Iterator[set[tuple[str, int]]]:
         return place is not None and (place.file, place.line) in at
 
     with contextlib.ExitStack() as stack:
+        if place is not None:
+            stack.enter_context(mock.patch.object(Worker, "_drive", _late(Worker._drive, "worker" in place.text)))
+            for name in ("result", "stop"):
+                stack.enter_context(mock.patch.object(Worker, name, _asked(getattr(Worker, name))))
         for owner, name in (
             (CudaDevice, "wait"),
             (CudaDevice, "synchronize"),
@@ -92,8 +96,6 @@ def left_out(place: Place | None) -> Iterator[set[tuple[str, int]]]:
             (pinned, "wait_for_all_devices"),
         ):
             stack.enter_context(mock.patch.object(owner, name, _unless(skips, getattr(owner, name))))
-        if place is not None and "worker" in place.text:
-            stack.enter_context(mock.patch.object(Worker, "_drive", _late(Worker._drive)))
         yield seen
 
 
@@ -110,12 +112,20 @@ def _place_of(frame: FrameType) -> tuple[str, int]:
     return frame.f_code.co_filename.removeprefix(f"{PACKAGE}/"), frame.f_lineno
 
 
-def _late(drive: Callable[[Worker], None]) -> Callable[[Worker], None]:
-    """A thread that comes late: whoever does not wait for it is sure to be first."""
+def _late(drive: Callable[[Worker], None], nobody_waits: bool) -> Callable[[Worker], None]:
+    """A thread that begins when another waits for it; where nobody does, when others are sure to be first."""
 
     def instead(self: Worker) -> None:
-        time.sleep(0.01)
+        self.__dict__.setdefault("asked", threading.Event()).wait(0.01 if nobody_waits else None)
         drive(self)
+
+    return instead
+
+
+def _asked(wait: Callable[[Worker], None]) -> Callable[[Worker], None]:
+    def instead(self: Worker) -> None:
+        self.__dict__.setdefault("asked", threading.Event()).set()
+        wait(self)
 
     return instead
 
