@@ -123,7 +123,7 @@ def _below_tests(path: Path) -> str:
 
 SET_BY_LIBRARIES = {
     *("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"),
-    *("CUDA_MODULE_LOADING", "KINETO_LOG_LEVEL"),  # by the first use of a device, and of the profiler
+    *("CUDA_MODULE_LOADING", "KINETO_LOG_LEVEL"),  # by the first use of a device, and by `statestream demo`
 }
 ENVIRON = dict(os.environ)
 

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.training import with_gradients
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline
 from statestream.offload import gradient_staging, host_side
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -167,24 +168,18 @@ def test_small_views_of_a_large_buffer_do_not_keep_it(on_device, monkeypatch):
     on_device(Beyond())
     buffers, alive = [], []
 
-    class OneBuffer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *params):
-            return sum(p.sum() for p in params)
-
-        @staticmethod
-        def backward(ctx, _):
-            # Those of earlier layers: what is taken here next may be there besides.
-            alive.append(sum(size for storage, size in buffers if not storage.expired()))
-            buffer = torch.ones(20_000)
-            buffers.append((StorageWeakRef(buffer.untyped_storage()), buffer.nbytes))
-            return buffer[:2], buffer[1000:1002]
+    def views_of_one_buffer():
+        # Those of earlier layers: what is taken here next may be there besides.
+        alive.append(sum(size for storage, size in buffers if not storage.expired()))
+        buffer = torch.ones(20_000)
+        buffers.append((StorageWeakRef(buffer.untyped_storage()), buffer.nbytes))
+        return buffer[:2], buffer[1000:1002]
 
     params = [Parameter(torch.zeros(2)) for _ in range(20)]
     unused = Parameter(torch.zeros(100_000))  # makes the slots so large that none is ever full
     optimizer = CPUOffloadOptimizer(FusedAdam([*params, unused]), offload_gradients=True)
     for _ in range(2):  # two micro-batches
-        sum(OneBuffer.apply(*params[i : i + 2]) for i in range(0, 20, 2)).backward()
+        sum(with_gradients(views_of_one_buffer, *params[i : i + 2]) for i in range(0, 20, 2)).backward()
         assert len(buffers) % 10 == 0 and all(p.grad is None for p in params)
         at_the_end = sum(size for storage, size in buffers if not storage.expired())
         assert max(*alive, at_the_end) <= 100_000 + 80_000 and at_the_end <= 100_000

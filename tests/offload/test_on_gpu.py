@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from helpers.training import with_gradients
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload import gradient_staging
 
@@ -132,20 +133,14 @@ def test_gradients_on_their_way_keep_little_of_the_device(monkeypatch):
     monkeypatch.setattr(gradient_staging, "HELD_BYTES", held)
     before, most = 0, []
 
-    class OneBuffer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *params):
-            return sum(p.sum() for p in params)
-
-        @staticmethod
-        def backward(ctx, _):
-            most.append(torch.cuda.memory_allocated() - before)
-            buffer = torch.ones(buffer_bytes // 4, device="cuda")
-            return buffer[:1000], buffer[2000:3000]
+    def views_of_one_buffer():
+        most.append(torch.cuda.memory_allocated() - before)
+        buffer = torch.ones(buffer_bytes // 4, device="cuda")
+        return buffer[:1000], buffer[2000:3000]
 
     params = [torch.nn.Parameter(torch.zeros(1000, device="cuda")) for _ in range(40)]
     optimizer = CPUOffloadOptimizer(FusedAdam(params), offload_gradients=True)
-    loss = sum(OneBuffer.apply(*params[i : i + 2]) for i in range(0, 40, 2))
+    loss = sum(with_gradients(views_of_one_buffer, *params[i : i + 2]) for i in range(0, 40, 2))
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     loss.backward()

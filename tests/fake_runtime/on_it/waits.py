@@ -8,12 +8,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from unittest import mock
 
 import statestream
 import torch
+from helpers.training import with_gradients
 from statestream import CPUOffloadOptimizer, FusedAdam, pinned, transfer
 from statestream.offload import gradient_staging, host_side
 from statestream.offload.device import CudaDevice
@@ -252,21 +254,13 @@ def _dropped_while_it_is_uploaded() -> list[Tensor]:
     return [t.cpu() for t in arrived]
 
 
-class _GradientsFromADevice(torch.autograd.Function):
+def _from_the_device(number: int) -> list[Tensor]:
     """As FSDP2 with CPUOffloadPolicy: they are copied to pinned memory, and nobody has waited."""
-
-    @staticmethod
-    def forward(ctx: object, number: int, *params: Tensor) -> Tensor:
-        ctx.number = number
-        return params[0].sum()
-
-    @staticmethod
-    def backward(ctx: object, _: Tensor) -> tuple[Tensor | None, ...]:
-        grads = []
-        for i, n in enumerate(SIZES):
-            grads.append(torch.empty(n, dtype=torch.bfloat16, device="cpu", pin_memory=True))
-            grads[-1].copy_(_grad(ctx.number, i), non_blocking=True)
-        return None, *grads
+    grads = []
+    for i, n in enumerate(SIZES):
+        grads.append(torch.empty(n, dtype=torch.bfloat16, device="cpu", pin_memory=True))
+        grads[-1].copy_(_grad(number, i), non_blocking=True)
+    return grads
 
 
 def _on_the_host() -> list[Tensor]:
@@ -274,7 +268,7 @@ def _on_the_host() -> list[Tensor]:
     optimizer = CPUOffloadOptimizer(_fused(params), offload_gradients=True, cpu_fraction=1)
     for step in range(2):
         for micro_batch in range(2):
-            _GradientsFromADevice.apply(10 * step + micro_batch, *params).backward()
+            with_gradients(partial(_from_the_device, 10 * step + micro_batch), *params).backward()
         optimizer.step()
     return [p.detach().clone() for p in params]
 
