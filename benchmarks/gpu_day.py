@@ -138,7 +138,7 @@ def main() -> int:
         copied = elements = 1 << 16
     else:
         processes = (
-            f"pytest -q -p no:cacheprovider {' '.join(TESTS)}",
+            f"pytest -q -n0 -p no:cacheprovider {' '.join(TESTS)}",
             "benchmarks.gpu_step --elements 134217728 --rounds 15",
             "benchmarks.offload_step --gigabytes 3 --rounds 5",
         )

@@ -67,10 +67,21 @@ NOT_QUICK = tuple(
 """Rooms, files and tests that start processes or take a second: how a path below tests/ and a test's name begin."""
 
 
+ONE_PROCESS = ("build",)
+"""Rooms whose files share what takes long to make."""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes share the files of tests: none where a file was asked for, which would be a start in vain."""
+    asked = {Path(config.invocation_params.dir, arg.split("::")[0]) for arg in config.args}
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0 if processors == 1 or all(path.is_file() for path in asked) else min(processors, 8)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background, and all that it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.option.markexpr == "quick":
+    if config.option.markexpr == "quick" and not config.option.numprocesses:  # or in those that it starts
         sys.addaudithook(_refuse_processes)
 
 
@@ -92,6 +103,12 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    path = _below_tests(item.path)
+    room = path.split("/")[0]
+    item.add_marker(pytest.mark.xdist_group(room if room in ONE_PROCESS else path))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

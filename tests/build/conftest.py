@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import venv
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD_TOOLS = ("setuptools", "pybind11")
@@ -74,15 +77,26 @@ def sdist(checkout, bare_python, no_nvcc, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(sdist, bare_python, no_nvcc, tmp_path_factory) -> Built:
-    """The wheel that the sdist becomes where there is no nvcc."""
-    folder = tmp_path_factory.mktemp("wheel")
+    """The wheel that the sdist becomes where there is no nvcc: a minute, so it is kept until a source changes."""
+    source = tmp_path_factory.mktemp("wheel")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
-    (source,) = (folder / "source").iterdir()
-    code = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
-    done = run_python(bare_python, code, cwd=source, env=no_nvcc)
-    (path,) = folder.glob("*.whl")
-    return Built(path, done.stdout + done.stderr)
+        archive.extractall(source, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    tools = [(tool, importlib.metadata.version(tool)) for tool in BUILD_TOOLS]
+    digest = hashlib.sha256(repr([sys.version, tools, no_nvcc["PATH"]]).encode())
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        digest.update(str(path.relative_to(source)).encode() + path.read_bytes())
+    kept = Path(tempfile.gettempdir()) / f"statestream-wheel-{digest.hexdigest()[:20]}"
+    with FileLock(f"{kept}.lock"):
+        if not kept.exists():
+            made = source / "made"
+            code = f"from setuptools import build_meta; build_meta.build_wheel({str(made)!r})"
+            (unpacked,) = source.iterdir()
+            made.mkdir()
+            done = run_python(bare_python, code, cwd=unpacked, env=no_nvcc)
+            (made / "log").write_text(done.stdout + done.stderr)
+            shutil.move(made, kept)
+    (path,) = kept.glob("*.whl")
+    return Built(path, (kept / "log").read_text())
 
 
 @pytest.fixture(scope="session")

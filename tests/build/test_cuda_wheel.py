@@ -18,6 +18,8 @@ pytestmark = pytest.mark.timeout(900)
 
 UNITS = {"adam.cu", "convert.cu", "device.cu", "generic.cu"}
 """What nvcc compiles."""
+BUILDS_ALL = pytest.mark.long
+"""nvcc takes minutes for all architectures; .ci/run has these too."""
 
 
 @pytest.fixture(scope="session")
@@ -63,7 +65,7 @@ PYBIND11_MODULE(reference, m) {
 """Ordinary templates: processors differ in speed, and what they compile does not."""
 
 
-@pytest.mark.long  # a minute; .ci/run has it
+@BUILDS_ALL
 def test_wheel_is_small_and_soon_built(sdist, bare_python, request, tmp_path):
     spent = processor_seconds()
     wheel = request.getfixturevalue("cuda_wheel")
@@ -82,6 +84,7 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+@BUILDS_ALL
 def test_wheel_holds_both_modules_and_no_emulation(cuda_wheel):
     names = zipfile.ZipFile(cuda_wheel).namelist()
     native = {name.split(".")[0] for name in names if name.endswith(".so")}
@@ -89,6 +92,7 @@ def test_wheel_holds_both_modules_and_no_emulation(cuda_wheel):
     assert not [name for name in names if "emulat" in name or name.endswith((".cu", ".cuh", ".h", ".o"))]
 
 
+@BUILDS_ALL
 def test_cuda_runtime_is_inside_and_hidden(installed_cuda):
     """torch brings a runtime of its own: neither may find the other's functions."""
     (module,) = (installed_cuda / "statestream").glob("_cuda*.so")
@@ -101,6 +105,7 @@ def test_cuda_runtime_is_inside_and_hidden(installed_cuda):
     assert "libcuda." not in needed
 
 
+@BUILDS_ALL
 @pytest.mark.parametrize("order", ["torch, statestream._cuda as cuda", "statestream._cuda as cuda, torch"])
 def test_module_imports_beside_torch_in_either_order(installed_cuda, order, tmp_path):
     code = f"""
@@ -118,6 +123,7 @@ print(torch.ones(3).sum())
     assert done.returncode == 0, done.stderr
 
 
+@BUILDS_ALL
 def test_module_has_code_for_each_architecture(installed_cuda):
     tool = shutil.which("cuobjdump") or next(
         (str(p) for p in Path(sys.prefix).glob("lib/python*/site-packages/triton/backends/nvidia/bin/cuobjdump")), None
@@ -145,6 +151,7 @@ except Exception as error:
 """
 
 
+@BUILDS_ALL
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -171,6 +178,7 @@ def test_wrong_arguments_are_refused_before_anything_runs(installed_cuda, call, 
     assert done.stdout.startswith(said), done.stdout + done.stderr
 
 
+@BUILDS_ALL
 def test_errors_carry_cudas_name(installed_cuda):
     """There is no such device, on any machine: CUDA's own words come through."""
     env = {**os.environ, "PYTHONPATH": str(installed_cuda)}

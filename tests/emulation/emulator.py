@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from filelock import FileLock
+
 __all__ = ["Outcome", "build", "compiler", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,21 +57,21 @@ def build() -> Path:
         digest.update(source.name.encode() + source.read_bytes())
     folder = Path(tempfile.gettempdir()) / f"statestream-emulation-{digest.hexdigest()[:20]}"
     program = folder / "emulate"
-    if program.exists():
-        return program
-    with tempfile.TemporaryDirectory() as scratch:
-        work = [(p, SANITIZED, Path(scratch) / f"{p.name}.o") for p in sanitized]
-        work += [(p, REFERENCE, Path(scratch) / f"cpu_{p.name}.o") for p in reference]
-        work.sort(key=lambda w: w[0].stem not in ("adam", "form_portable"))  # the slow ones first
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(lambda w: _compile(*w), work))
-        _call([compiler(), "-fsanitize=address,undefined", *(str(o) for _, _, o in work), "-o", f"{scratch}/emulate"])
-        folder.mkdir(exist_ok=True)
-        # A copy and a rename: another process may be at the same.
-        partial = folder / f"emulate.{os.getpid()}"
-        shutil.copy2(f"{scratch}/emulate", partial)
-        partial.rename(program)
+    with FileLock(f"{folder}.lock"):
+        if not program.exists():
+            _make(program, [(p, SANITIZED) for p in sanitized] + [(p, REFERENCE) for p in reference])
     return program
+
+
+def _make(program: Path, sources: list[tuple[Path, list[str]]]) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        work = [(p, flags, Path(scratch) / f"{i}.o") for i, (p, flags) in enumerate(sources)]
+        slow_first = sorted(work, key=lambda w: w[0].stem not in ("adam", "form_portable"))
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda w: _compile(*w), slow_first))
+        _call([compiler(), "-fsanitize=address,undefined", *(str(o) for _, _, o in work), "-o", f"{scratch}/emulate"])
+        program.parent.mkdir(exist_ok=True)
+        shutil.move(f"{scratch}/emulate", program)
 
 
 def _compile(source: Path, flags: list[str], target: Path) -> None:

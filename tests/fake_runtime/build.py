@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 __all__ = ["Built", "build", "why_not"]
 
@@ -66,24 +67,25 @@ def build() -> Built:
     folder = Path(tempfile.gettempdir()) / f"statestream-fake-runtime-{_digest(runtime + module)}"
     # dlopen finds a library that is there by its soname: so torch gets this one where it asks for the driver.
     built = Built(folder / "libcuda.so.1", folder / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}")
-    if built.runtime.exists() and built.module.exists():
-        return built
+    with FileLock(f"{folder}.lock"):
+        if not (built.runtime.exists() and built.module.exists()):
+            _make(built, runtime, module)
+    return built
+
+
+def _make(built: Built, runtime: list[tuple[Path, list[str]]], module: list[tuple[Path, list[str]]]) -> None:
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
         work = [(p, flags, Path(scratch) / f"{p.name}.o") for p, flags in runtime + module]
         list(pool.map(lambda w: _call([*w[1], "-c", str(w[0]), "-o", str(w[2])]), sorted(work, key=_slow_first)))
         objects = [str(o) for _, _, o in work]
-        folder.mkdir(exist_ok=True)
+        built.module.parent.mkdir(exist_ok=True)
         soname = ["-Wl,-soname,libcuda.so.1", "-ldl"]
         for target, parts, more in (
             (built.runtime, objects[: len(runtime)], soname),
             (built.module, objects[len(runtime) :], []),
         ):
             _call(["-shared", "-pthread", *parts, *more, "-o", f"{scratch}/{target.name}"])
-            # A copy and a rename: another process may be at the same.
-            partial = folder / f"{target.name}.{os.getpid()}"
-            shutil.copy2(f"{scratch}/{target.name}", partial)
-            partial.rename(target)
-    return built
+            shutil.move(f"{scratch}/{target.name}", target)
 
 
 def _slow_first(work: tuple[Path, list[str], Path]) -> bool:

@@ -35,7 +35,7 @@ def running() -> Iterator[dict[str, subprocess.Popen]]:
 def _started(options: list[str]) -> Iterator[dict[str, subprocess.Popen]]:
     built = build.build()
     command = [sys.executable, "-m", "tests.fake_runtime", "-m", "pytest", "-p", "tests.fake_runtime.plugin"]
-    command += ["-q", "-p", "no:cacheprovider", *options]
+    command += ["-q", "-n0", "-p", "no:cacheprovider", *options]
     with tempfile.TemporaryDirectory() as folder:
         processes = {}
         for name, paths in ROOMS.items():

@@ -146,7 +146,8 @@ def _judge(tree: Path, paths: set[str]) -> tuple[str, str]:
             less = [f"--deselect={_OF_ALL_KERNELS}"] if few else []
             # The quickest to notice first.
             asked = sorted(one.tests, key=lambda test: paths <= GENERIC_SOURCES and "generic" not in test)
-            command = (_PYTHON, "-m", "pytest", "-x", "-v", "-p", "no:cacheprovider", "--timeout=0", *less, *asked)
+            options = ("-x", "-v", "-n0", "-p", "no:cacheprovider", "--timeout=0")
+            command = (_PYTHON, "-m", "pytest", *options, *less, *asked)
             status, words = run(command, tree)
             if status in (4, 5):
                 raise RuntimeError(f"no tests ran: {words[-2000:]}")

@@ -120,7 +120,7 @@ def _run(tree: Path, asked: list[str], cpu_seconds: int) -> tuple[int, str]:
             os.environ.update(PYTHONPATH=str(tree / "python"), TMPDIR=str(tree / "tmp"), PYTHONDONTWRITEBYTECODE="1")
             sys.dont_write_bytecode = True
             sys.path[:] = [str(tree / "python"), *(path for path in sys.path if Path(path).resolve() != ROOT)]
-            options = ["-x", "-v", "-p", "no:cacheprovider", "--assert=plain", "--timeout=200"]
+            options = ["-x", "-v", "-n0", "-p", "no:cacheprovider", "--assert=plain", "--timeout=200"]
             os._exit(pytest.main([*options, "-k", f"not ({' or '.join(_OF_TIME)})", *asked]))
         finally:
             os._exit(70)

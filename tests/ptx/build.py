@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import os
 import re
@@ -17,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import pybind11
+from filelock import FileLock
 
 __all__ = ["ARCHS", "Built", "build", "find_nvcc"]
 
@@ -81,10 +81,15 @@ def _made(root: Path, command: list[str], inputs: list[Path]) -> Path:
         digest.update(path.read_bytes())
     store = root / "build" / "ptx"
     folder = store / digest.hexdigest()[:24]
-    if folder.exists():
-        return folder
     store.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=store))
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            _make(command, folder)
+    return folder
+
+
+def _make(command: list[str], folder: Path) -> None:
+    work = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         done = subprocess.run([*command, "-o", str(work / "it.o")], cwd=work, capture_output=True, text=True)
         if done.returncode:
@@ -92,11 +97,9 @@ def _made(root: Path, command: list[str], inputs: list[Path]) -> Path:
         for path in work.iterdir():
             if path.suffix != ".ptx" and path.name != "it.o":
                 path.unlink()
-        with contextlib.suppress(OSError):  # another process was first
-            work.rename(folder)
+        work.rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return folder
 
 
 def _inputs(source: Path, seen: frozenset[Path] = frozenset()) -> list[Path]:

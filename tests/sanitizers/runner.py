@@ -133,7 +133,7 @@ def build(name: str, tree: Path, faults: Sequence[Edit] = ()) -> None:
 def run(name: str, tree: Path, tests: Sequence[str]) -> int:
     """pytest on a tree that was built for this sanitizer; its exit status, negative where a signal ended it."""
     sanitizer = SANITIZERS[name]
-    options = [*sanitizer.options, f"log_path={tree / 'report'}"]
+    settings = [*sanitizer.options, f"log_path={tree / 'report'}"]
     # Without the C++ runtime beside it the sanitizer would not find the function that throws.
     preload = ":".join(filter(None, (_library(sanitizer.library), _library("libstdc++.so.6"))))
     environment = {
@@ -141,10 +141,11 @@ def run(name: str, tree: Path, tests: Sequence[str]) -> int:
         "PYTHONPATH": str(tree / "python"),
         "PYTHONDONTWRITEBYTECODE": "1",
         "LD_PRELOAD": preload,
-        sanitizer.variable: ":".join(options),
+        sanitizer.variable: ":".join(settings),
     }
     left_out = [f"--deselect={test}" for test in sanitizer.left_out]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--timeout=3000", *left_out, *tests]
+    options = ("-q", "-n0", "-p", "no:cacheprovider", "--timeout=3000")
+    command = [sys.executable, "-m", "pytest", *options, *left_out, *tests]
     return subprocess.run(command, cwd=tree, env=environment).returncode
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import hashlib
 import heapq
 import os
@@ -16,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+
+from filelock import FileLock
 
 __all__ = ["ARCHS", "Kernel", "find", "kernels", "kernels_of"]
 
@@ -100,14 +101,14 @@ def _compiled(source: Path, arch: int) -> tuple[str, str]:
     for header in sorted([*ROOT.glob("csrc/*.h"), *ROOT.glob("csrc/cuda/*.h"), *ROOT.glob("csrc/cuda/*.cuh"), source]):
         digest.update(header.name.encode() + header.read_bytes())
     kept = Path(tempfile.gettempdir()) / f"statestream-sass-{digest.hexdigest()[:20]}"
-    if not kept.exists():
-        with tempfile.TemporaryDirectory(dir=tempfile.gettempdir()) as folder:
-            made, cubin = Path(folder, "made"), Path(folder, "it.cubin")
-            made.mkdir()
-            report = _call([find("nvcc"), *flags, str(source), "-o", str(cubin)])
-            (made / "report").write_text(report)
-            (made / "sass").write_text(_call([find("nvdisasm"), "-c", str(cubin)]))
-            with contextlib.suppress(OSError):  # another process was first
+    with FileLock(f"{kept}.lock"):
+        if not kept.exists():
+            with tempfile.TemporaryDirectory(dir=tempfile.gettempdir()) as folder:
+                made, cubin = Path(folder, "made"), Path(folder, "it.cubin")
+                made.mkdir()
+                report = _call([find("nvcc"), *flags, str(source), "-o", str(cubin)])
+                (made / "report").write_text(report)
+                (made / "sass").write_text(_call([find("nvdisasm"), "-c", str(cubin)]))
                 made.rename(kept)
     return (kept / "report").read_text(), (kept / "sass").read_text()
 
