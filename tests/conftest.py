@@ -20,11 +20,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 TESTS = Path(__file__).parent
 ONE_IN = {
-    "offload/test_shared_step.py": 8,
-    "offload/test_on_simulated_device.py": 3,
-    "offload/test_forms.py": 2,
-    "offload/test_bits.py": 2,
-    "offload/test_room_follows.py": 2,
+    "offload/test_shared_step.py": 16,
+    "offload/test_on_simulated_device.py": 6,
+    "offload/test_forms.py": 4,
+    "offload/test_bits.py": 4,
+    "offload/test_room_follows.py": 4,
+    "offload/test_offload_gradients.py": 2,
+    "offload/test_third_parties.py": 2,
     "dcp/test_round_trip.py": 3,
     "dcp/test_inert.py": 3,
     "state_dict/test_resume.py": 2,
@@ -67,8 +69,12 @@ NOT_QUICK = tuple(
 """Rooms, files and tests that start processes or take a second: how a path below tests/ and a test's name begin."""
 
 
-ONE_PROCESS = ("build",)
-"""Rooms whose files share what takes long to make."""
+TOGETHER = {
+    "build": ("build/",),
+    "ranks": ("offload/test_ranks", "muon/test_ranks", "demo/test_ranks", "distributed/test_claims")
+    + ("distributed/test_resharding", "distributed/test_host_memory"),
+}
+"""Files that one process runs: they share what takes long to make, or start several processes of their own."""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -107,8 +113,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     path = _below_tests(item.path)
-    room = path.split("/")[0]
-    item.add_marker(pytest.mark.xdist_group(room if room in ONE_PROCESS else path))
+    group = next((name for name, paths in TOGETHER.items() if path.startswith(paths)), path)
+    item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
