@@ -9,7 +9,7 @@ import argparse
 
 import torch
 from statestream import FusedAdam, kernels
-from statestream.tensors import flat
+from statestream.tensors.local import flat
 
 from benchmarks.runner import Report, interleaved
 

@@ -16,7 +16,7 @@
 
 namespace statestream {
 
-// Codes shared with kernels.py.
+// Codes shared with statestream.kernels.
 enum Format : int32_t {
   kNone = 0,
   kFloat32 = 1,

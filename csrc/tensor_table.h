@@ -5,7 +5,7 @@
 
 namespace statestream {
 
-// One row as kernels.py writes it: eight 64-bit words. Addresses are 0 where the call's formats say
+// One row as statestream.kernels writes it: eight 64-bit words. Addresses are 0 where the call's formats say
 // there is nothing.
 struct TensorRow {
   int64_t numel;
@@ -14,7 +14,7 @@ struct TensorRow {
   uint64_t step;    // float32 count of this tensor's updates
   uint64_t spare;
 };
-static_assert(sizeof(TensorRow) == 64, "kernels.py writes eight words a row");
+static_assert(sizeof(TensorRow) == 64, "statestream.kernels writes eight words a row");
 
 // What a row needs besides, where a format has scales or bits are random: twelve 64-bit words, in a table
 // of their own.
@@ -32,7 +32,7 @@ struct RowExtras {
   int64_t offset;
   int64_t spare;
 };
-static_assert(sizeof(RowExtras) == 96, "kernels.py writes twelve words a row");
+static_assert(sizeof(RowExtras) == 96, "statestream.kernels writes twelve words a row");
 
 // Those coordinates. Unsigned: it divides in fewer registers, and whatever strides are given, nothing overflows.
 struct Coordinates {

@@ -1,4 +1,4 @@
-// statestream._cpu: addresses, counts and codes in; kernels.py is its only caller.
+// statestream._cpu: addresses, counts and codes in; statestream.kernels is its only caller.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

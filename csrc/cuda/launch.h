@@ -19,8 +19,8 @@ inline void check(cudaError_t error, const char *what) {
 // Whether the current device has an image of the kernels.
 cudaError_t image_error();
 
-// It stays so: the caller sets the former device back (kernels.py), with torch's guard, which does that only where it
-// has a context. To set it back from here would open one.
+// It stays so: the caller sets the former device back (statestream.kernels), with torch's guard, which does that only
+// where it has a context. To set it back from here would open one.
 inline void set_device(int device) { check(cudaSetDevice(device), "cudaSetDevice"); }
 
 // Blocks of a kernel that the current device runs at once: a grid of them never waits in a queue.

@@ -1,4 +1,4 @@
-// statestream._cuda: addresses, counts, codes and a stream in; kernels.py is its only caller.
+// statestream._cuda: addresses, counts, codes and a stream in; statestream.kernels is its only caller.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from statestream.fused_adam import FusedAdam
+    from statestream.adam.fused_adam import FusedAdam
     from statestream.memory import log_memory
     from statestream.offload import CPUOffloadOptimizer
     from statestream.offload.timeline import Timeline
@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CPUOffloadOptimizer": "statestream.offload",
-    "FusedAdam": "statestream.fused_adam",
+    "FusedAdam": "statestream.adam.fused_adam",
     "Timeline": "statestream.offload.timeline",
     "log_memory": "statestream.memory",
     "plan": "statestream.planner.live",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from statestream.tensors import is_fake
+from statestream.tensors.local import is_fake
 
 __all__ = [
     "as_bytes",

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
-from statestream.tensors import local_of
+from statestream.tensors.local import local_of
 
 __all__ = ["MemoryReport", "log_memory", "report_of"]
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from statestream import kernels
 from statestream.kernels import AdamOptions, DeviceScalars, Formats
-from statestream.row_extras import WHOLE, IndexMap, extras_row, scale_count
+from statestream.kernels.abi import extras_row, scale_count
+from statestream.tensors.global_index import WHOLE, IndexMap
 from torch import Tensor
 
 __all__ = [

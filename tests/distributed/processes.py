@@ -29,7 +29,7 @@ _PRELOADED = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "statestream.fused_adam",
+    "statestream.adam.fused_adam",
 ]
 _COLLECTIVE = timedelta(seconds=60)
 """How long one rank waits for the others; longer is a hang."""

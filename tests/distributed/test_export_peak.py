@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from statestream import stored, transfer
+from statestream.checkpoint import transfer
+from statestream.state import stored
 from torch.distributed.tensor import Replicate, Shard
 
 from .export_peak import BOUNDED, Peak, Shape, build, local_elements, peaks

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from statestream import kernels
-from statestream.global_index import Run, index_runs, one_run, runs_of
 from statestream.kernels import Formats
-from statestream.row_extras import WHOLE, IndexMap
-from statestream.rows import add_rows, runs_for
+from statestream.kernels.rows import add_rows, runs_for
+from statestream.tensors.global_index import WHOLE, IndexMap, Run, index_runs, one_run, runs_of
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from .test_sharding import CASES, STRIDED, world
@@ -21,7 +20,7 @@ SHAPES = [(3, 5), (1, 16), (10, 4), (16, 8), (8, 16, 3), (7, 9), (24,), (4, 6, 8
 
 
 def indices(runs: tuple[Run, ...]) -> list[int]:
-    """By the kernels' rule (row_extras.IndexMap), one element after another."""
+    """By the kernels' rule (IndexMap), one element after another."""
     found = []
     for first, numel, (size0, size1, stride0, stride1, stride2, offset) in runs:
         assert first == len(found), "runs are in order and leave nothing out"

@@ -13,8 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from statestream import pinned
-from statestream.pinned import host_tensors, pack
+from statestream.checkpoint import pinned
+from statestream.checkpoint.pinned import host_tensors, pack
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 FP32 = 4

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from statestream.sharding import around, local_ranges, local_share, placed_as
+from statestream.tensors.sharding import around, local_ranges, local_share, placed_as
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard

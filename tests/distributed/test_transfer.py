@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from statestream import transfer
-from statestream.row_extras import scale_count
-from statestream.stored import Stored
-from statestream.transfer import Exporter, Loader
+from statestream.checkpoint import transfer
+from statestream.checkpoint.transfer import Exporter, Loader
+from statestream.kernels.abi import scale_count
+from statestream.state.stored import Stored
 
 BYTES = 4096  # two halves of 512 elements
 SIZES = [1, 511, 512, 513, 1024, 5000, 3]

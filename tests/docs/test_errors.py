@@ -13,9 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from offload.test_fake_cuda import FakeCuda
-from statestream import CPUOffloadOptimizer, FusedAdam, capture, fused_adam, kernels
-from statestream.offload.host_memory import HostMemory
-from statestream.transfer import Loader
+from statestream import CPUOffloadOptimizer, FusedAdam, kernels
+from statestream.adam import fused_adam
+from statestream.checkpoint.transfer import Loader
+from statestream.device import capture
+from statestream.device.host_memory import HostMemory
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -160,11 +162,11 @@ def a_gradient_set_twice() -> None:
 
 
 def a_gradient_lost_on_the_way(monkeypatch) -> None:
-    from statestream.offload import gradients
+    from statestream.offload.gradients import accumulate
 
     made, optimizer = offloading()
     with monkeypatch.context() as patch:
-        patch.setattr(gradients, "add_up", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(accumulate, "add_up", lambda *_: (_ for _ in ()).throw(MemoryError()))
         with pytest.raises(MemoryError):
             made.sum().backward()
     made.grad = None

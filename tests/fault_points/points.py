@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from statestream import kernels
-from statestream.offload.host_memory import HostMemory
+from statestream.device.host_memory import HostMemory
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Injected", "Points", "live_bytes", "points"]

@@ -13,8 +13,9 @@ import torch
 from helpers.bits import differences, snapshot
 from helpers.modes import BF16, FP8, FP16, FP32, Mode
 from helpers.training import build, gradient, make_params, train
-from statestream import CPUOffloadOptimizer, FusedAdam, kernels, step_table
-from statestream.global_index import Run, runs_of
+from statestream import CPUOffloadOptimizer, FusedAdam, kernels
+from statestream.adam import step_table
+from statestream.tensors.global_index import Run, runs_of
 
 from .points import Injected, Points, chain_of, live_bytes, points
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed.processes import Claim
 from simulated_device.device import SimulatedDevice
-from statestream.offload import muon as muon_module
 from statestream.offload import optimizer as optimizer_module
-from statestream.offload import units as units_module
-from statestream.offload.muon import MuonBatches
-from statestream.offload.plan import Plan
+from statestream.offload import strategy as units_module
+from statestream.offload.muon import strategy as muon_module
+from statestream.offload.muon.strategy import MuonBatches
+from statestream.streaming.plan import Plan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from statestream.offload.muon_layouts import muon_layout
+from statestream.offload.muon.variants import muon_layout
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 

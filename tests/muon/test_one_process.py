@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer
-from statestream.offload.muon import MuonBatches
+from statestream.offload.muon.strategy import MuonBatches
 
 from .cases import CASES, Case, Group, check_same, offloaded, train
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.thread_ranks import run_on_threads
-from statestream.offload import muon as muon_module
-from statestream.offload import muon_agreement, stream, subset
-from statestream.offload.muon import MuonBatches
-from statestream.offload.muon_agreement import check_partition, joined
-from statestream.offload.muon_layouts import TorchMuon, muon_layout
-from statestream.offload.plan import Unit, make_plan
+from statestream.offload.muon import agreement
+from statestream.offload.muon import strategy as muon_module
+from statestream.offload.muon.agreement import check_partition, joined
+from statestream.offload.muon.strategy import MuonBatches
+from statestream.offload.muon.variants import TorchMuon, muon_layout
+from statestream.offload.per_parameter import subset
+from statestream.streaming import pipeline
+from statestream.streaming.plan import Unit, make_plan
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from .cases import ADAMW, CASES, EMPTY, EVEN, Case, Group, differences, offloaded, train
@@ -84,7 +86,7 @@ def test_an_empty_group_that_is_dropped_in_a_chunk_shows(monkeypatch):
 
 
 def test_momentum_that_is_not_stored_shows(monkeypatch):
-    monkeypatch.setattr(stream._Flow, "_copy_out", lambda self, queue, stage: None)
+    monkeypatch.setattr(pipeline._Flow, "_copy_out", lambda self, queue, stage: None)
     assert any("momentum" in d for d in streamed_differences("batched"))
 
 
@@ -128,7 +130,7 @@ def test_a_plan_is_described_by_what_all_ranks_know():
     case = Case("megabatched", [Group([(64, 256)] * 2, options={}), EMPTY, ADAMW], dtype=torch.bfloat16)
     units = offloaded(case.run(), 1).optimizer.units
     params = [p for bank in units.store.banks for p in bank.units]
-    lines = muon_agreement.describe(units.store.plan, params).splitlines()
+    lines = agreement.describe(units.store.plan, params).splitlines()
     assert lines[0] == "chunk 0: 65536 bytes, 1 of 64x256 bfloat16"
     assert len(lines) == 5
 
@@ -139,7 +141,7 @@ def test_plans_of_other_placements_differ():
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         plan = make_plan([Unit((1024,))], None)
         described = [
-            muon_agreement.describe(plan, [distribute_tensor(torch.zeros(16, 16), mesh, [placement])])
+            agreement.describe(plan, [distribute_tensor(torch.zeros(16, 16), mesh, [placement])])
             for placement in (Shard(0), Shard(1), Replicate())
         ]
         assert len(set(described)) == 3
@@ -149,7 +151,7 @@ def test_plans_of_other_placements_differ():
 
 def test_ranks_whose_plans_differ_all_raise_both_plans_and_equal_ones_go_on(monkeypatch):
     def agree(rank):
-        return muon_agreement.check_same_plan((0, 1, 2), "chunk 0: 512 bytes" if rank == 2 else plans[0])
+        return agreement.check_same_plan((0, 1, 2), "chunk 0: 512 bytes" if rank == 2 else plans[0])
 
     plans = ["chunk 0: 256 bytes", "chunk 0: 512 bytes"]  # of one length
     for error in run_on_threads(monkeypatch, 3, agree):

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.processes import Claim, run_claims
-from statestream.offload.muon_layouts import BatchedMuon, MegabatchedMuon, muon_layout
+from statestream.offload.muon.variants import BatchedMuon, MegabatchedMuon, muon_layout
 
 from .cases import CASES, CHECKPOINTED, Case, check_same, dion_muon, offloaded, train
 from .claims import mesh_of_all, of_cases, of_checkpoints, sent_in_a_step

@@ -17,7 +17,8 @@ import storage_judge
 import torch
 from statestream import _cpu, kernels
 from statestream.kernels import AdamOptions
-from statestream.row_extras import WHOLE, IndexMap, extras_row
+from statestream.kernels.abi import extras_row
+from statestream.tensors.global_index import WHOLE, IndexMap
 from torch import Tensor
 
 CPU = torch.device("cpu")

@@ -23,7 +23,8 @@ from kernel_runner import (
     use_form,
 )
 from statestream import kernels
-from statestream.row_extras import IndexMap, extras_row, scale_address
+from statestream.kernels.abi import extras_row, scale_address
+from statestream.tensors.global_index import IndexMap
 
 SCALED = Dtypes(BF16, BF16, U8, F16, F16)
 EXP_AVG_SCALE, EXP_AVG_SQ_SCALE, MASTER_SCALE, ORDINAL, FIRST, SIZE0, SIZE1 = range(7)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_runner import BF16, F16, F32, I16, U8
 from statestream import FusedAdam, kernels
-from statestream.row_extras import WHOLE
+from statestream.tensors.global_index import WHOLE
 
 pytestmark = pytest.mark.skipif(kernels._EXCHANGE is None, reason="this torch has no exchange of many tensors")
 

@@ -27,7 +27,7 @@ from kernel_runner import (
     update,
     updated,
 )
-from statestream.row_extras import IndexMap
+from statestream.tensors.global_index import IndexMap
 from step_judge import TENSORS
 
 ALL_BF16_FLAGS = 7

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from statestream import FusedAdam
+from statestream.device.queues import HostDevice
 from statestream.offload import optimizer as optimizer_module
-from statestream.offload import units as units_module
-from statestream.offload.device import HostDevice
+from statestream.offload import strategy as units_module
 from torch.nn import Parameter
 
 SHAPES = [(100, 33), (13,), (64, 64), (7,), (1000,), (3, 5, 7)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload import gradient_staging
 from statestream.offload import optimizer as optimizer_module
-from statestream.offload import units as units_module
+from statestream.offload import strategy as units_module
+from statestream.offload.gradients import staging
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -119,7 +119,7 @@ def fsdp2_gradients_are_offloaded_once_reduced(folder):
 
 def fsdp2_gradients_come_through_slots(folder):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    room, gradient_staging.SLOT_BYTES = gradient_staging.SLOT_BYTES, 100
+    room, staging.SLOT_BYTES = staging.SLOT_BYTES, 100
     device_for = optimizer_module.device_for
     optimizer_module.device_for = units_module.device_for = lambda _: Beyond()
     try:
@@ -130,7 +130,7 @@ def fsdp2_gradients_come_through_slots(folder):
             )
             check(net, optimizer, reference, range(4))
     finally:
-        gradient_staging.SLOT_BYTES = room
+        staging.SLOT_BYTES = room
         optimizer_module.device_for = units_module.device_for = device_for
 
 
@@ -158,9 +158,9 @@ class Buffers:
 def gradients_on_their_way_keep_little_of_the_device(folder):
     """Beside the buffer that FSDP2 reduces just now, and when backward is over."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    rooms, device_for = (gradient_staging.SLOT_BYTES, gradient_staging.HELD_BYTES), optimizer_module.device_for
-    release = gradient_staging.GradientStaging.release
-    gradient_staging.SLOT_BYTES, gradient_staging.HELD_BYTES = 1 << 20, 20_000
+    rooms, device_for = (staging.SLOT_BYTES, staging.HELD_BYTES), optimizer_module.device_for
+    release = staging.GradientStaging.release
+    staging.SLOT_BYTES, staging.HELD_BYTES = 1 << 20, 20_000
     optimizer_module.device_for = units_module.device_for = lambda _: Beyond()
     try:
         for broken in (False, True):
@@ -177,7 +177,7 @@ def gradients_on_their_way_keep_little_of_the_device(folder):
             for param in net.parameters():
                 param.register_post_accumulate_grad_hook(buffers.taken)
             if broken:
-                gradient_staging.GradientStaging.release = lambda self, device: None
+                staging.GradientStaging.release = lambda self, device: None
             for _ in range(2):
                 net(torch.ones(2, 64)).sum().backward()
                 within = buffers.most <= 20_000 and buffers.held <= 20_000
@@ -185,8 +185,8 @@ def gradients_on_their_way_keep_little_of_the_device(folder):
             assert not broken or not within, "nothing would be kept anyhow"
             assert optimizer.units.gradients.staging.nbytes
     finally:
-        gradient_staging.SLOT_BYTES, gradient_staging.HELD_BYTES = rooms
-        gradient_staging.GradientStaging.release = release
+        staging.SLOT_BYTES, staging.HELD_BYTES = rooms
+        staging.GradientStaging.release = release
         optimizer_module.device_for = units_module.device_for = device_for
 
 

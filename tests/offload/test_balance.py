@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from simulated_device.bandwidth import adam_units, time_shared_step
-from statestream.offload.balance import Balance
+from statestream.streaming.balance import Balance
 
 GB = 10**9
 UNITS = adam_units([GB // 16, *[GB // 128 - 13, 13] * 20])

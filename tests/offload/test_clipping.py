@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.thread_ranks import ThreadMesh, run_on_threads
-from statestream.offload.clipping import global_norm
+from statestream.offload.gradients.clipping import global_norm
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from statestream import CPUOffloadOptimizer
 from statestream.offload.checks import ELEMENTWISE
-from statestream.offload.plan import MOST_CHUNKS, PHASES
+from statestream.streaming.plan import MOST_CHUNKS, PHASES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "offload.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)

@@ -10,8 +10,8 @@ import signal
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload.device import HostDevice
-from statestream.offload.host_memory import HostMemory
+from statestream.device.host_memory import HostMemory
+from statestream.device.queues import HostDevice
 
 from .conftest import assert_same_training, make_params, set_grads, train
 from .makers import SignDescent

@@ -7,8 +7,8 @@ import torch
 from distributed.fake_cuda import fake_cuda_world
 from distributed.live_bytes import LiveBytes
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload.device import HostDevice
-from statestream.stored import Stored
+from statestream.device.queues import HostDevice
+from statestream.state.stored import Stored
 from torch.distributed.tensor import DTensor, Shard
 
 MiB = 1 << 20

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload.device import HostDevice
-from statestream.offload.host_memory import HostMemory
-from statestream.pinned import host_tensors
+from statestream.checkpoint.pinned import host_tensors
+from statestream.device.host_memory import HostMemory
+from statestream.device.queues import HostDevice
 
 from .conftest import Pinning, make_params, train
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from statestream.offload.host_threads import host_threads
+from statestream.offload.host.threads import host_threads
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from statestream.offload.arena import GRADS, Arena, Bank
-from statestream.offload.host_memory import HostMemory
-from statestream.offload.layout import SMALL_GAP_BYTES, Layout
-from statestream.offload.plan import Unit, make_plan
+from statestream.device.host_memory import HostMemory
+from statestream.offload.host.arena import GRADS, Arena, Bank
+from statestream.offload.host.layout import SMALL_GAP_BYTES, Layout
+from statestream.streaming.plan import Unit, make_plan
 
 KINDS = ("exp_avg", "exp_avg_sq", "master_param")
 

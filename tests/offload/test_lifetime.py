@@ -12,7 +12,8 @@ import threading
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline, log_memory
-from statestream.offload import gradient_staging, host_side
+from statestream.offload.adam import host_share
+from statestream.offload.gradients import staging
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import lr_scheduler
 
@@ -94,8 +95,8 @@ def no_collector():
 @pytest.fixture
 def copied(on_device, monkeypatch):
     """As from a GPU, through slots so small that a parameter takes several."""
-    monkeypatch.setattr(host_side, "SLOT_BYTES", 4_000)
-    monkeypatch.setattr(gradient_staging, "SLOT_BYTES", 4_000)
+    monkeypatch.setattr(host_share, "SLOT_BYTES", 4_000)
+    monkeypatch.setattr(staging, "SLOT_BYTES", 4_000)
     on_device(Beyond())
 
 

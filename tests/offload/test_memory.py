@@ -15,13 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload import device as device_module
-from statestream.offload import store as store_module
-from statestream.offload.arena import Arena
-from statestream.offload.device import CudaDevice, HostDevice, device_for
-from statestream.offload.host_memory import HostMemory
-from statestream.offload.plan import GRAIN_ELEMENTS, Unit
-from statestream.offload.store import Entry
+from statestream.device import queues as device_module
+from statestream.device.host_memory import HostMemory
+from statestream.device.queues import CudaDevice, HostDevice, device_for
+from statestream.offload.host import store as store_module
+from statestream.offload.host.arena import Arena
+from statestream.offload.host.store import Entry
+from statestream.streaming.plan import GRAIN_ELEMENTS, Unit
 
 from .conftest import Counting, Pinning, assert_same_training, make_params, set_grads, train
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers.training import with_gradients
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline
-from statestream.offload import gradient_staging, host_side
+from statestream.offload.adam import host_share
+from statestream.offload.gradients import staging
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
@@ -29,8 +30,8 @@ FORMS = {
 @pytest.fixture(params=["in place", "copied"])
 def where(request, on_device, monkeypatch):
     """Where gradients are added up. Slots are so small that a parameter takes several."""
-    monkeypatch.setattr(host_side, "SLOT_BYTES", 4_000)
-    monkeypatch.setattr(gradient_staging, "SLOT_BYTES", 4_000)
+    monkeypatch.setattr(host_share, "SLOT_BYTES", 4_000)
+    monkeypatch.setattr(staging, "SLOT_BYTES", 4_000)
     if request.param == "copied":
         on_device(Beyond())
     return request.param
@@ -164,7 +165,7 @@ def test_gradients_in_flight_are_let_go_once_they_have_arrived(where):
 
 def test_small_views_of_a_large_buffer_do_not_keep_it(on_device, monkeypatch):
     """FSDP2's gradients are views of one buffer for all that it reduces together: eight bytes would hold 80,000."""
-    monkeypatch.setattr(gradient_staging, "HELD_BYTES", 100_000)
+    monkeypatch.setattr(staging, "HELD_BYTES", 100_000)
     on_device(Beyond())
     buffers, alive = [], []
 
@@ -601,7 +602,7 @@ def test_an_error_on_the_way_surfaces_once_and_incomplete_sums_are_refused(call,
     params, optimizer, reference = pair()
     backward(params, 0)  # its slot is not full: it is added up when it is needed
     with monkeypatch.context() as patch:
-        patch.setattr(gradient_staging, "add_up", lambda *_: (_ for _ in ()).throw(MemoryError("of the host")))
+        patch.setattr(staging, "add_up", lambda *_: (_ for _ in ()).throw(MemoryError("of the host")))
         with pytest.raises(MemoryError, match="of the host"):
             {"step": optimizer.step, "clip_grad_norm_": lambda: optimizer.clip_grad_norm_(1.0)}.get(
                 call, lambda: copy.deepcopy(optimizer)

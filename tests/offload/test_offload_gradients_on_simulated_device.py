@@ -16,8 +16,9 @@ import pytest
 import torch
 from simulated_device.device import Hazard, InjectedFault, SimulatedDevice
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload import gradient_staging, host_side
-from statestream.offload.plan import GRAIN_ELEMENTS
+from statestream.offload.adam import host_share
+from statestream.offload.gradients import staging
+from statestream.streaming.plan import GRAIN_ELEMENTS
 
 from .conftest import assert_same_training, assert_same_values, make_params
 
@@ -37,9 +38,9 @@ MAKERS = {
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch):
-    for module in (host_side, gradient_staging):
+    for module in (host_share, staging):
         monkeypatch.setattr(module, "SLOT_BYTES", SLOT_BYTES)
-    monkeypatch.setattr(gradient_staging, "HELD_BYTES", HELD_BYTES)
+    monkeypatch.setattr(staging, "HELD_BYTES", HELD_BYTES)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as launchers have it: our own threads share the work
 
 
@@ -188,7 +189,7 @@ def test_three_thousand_schedules(on_device):
 @pytest.mark.parametrize("broken", ["nothing is let go", "nothing is waited for"])
 def test_control_gradients_that_are_kept_too_long_or_let_go_too_soon_are_seen(broken, on_device, monkeypatch):
     if broken == "nothing is let go":
-        monkeypatch.setattr(gradient_staging.GradientStaging, "release", lambda self, device: None)
+        monkeypatch.setattr(staging.GradientStaging, "release", lambda self, device: None)
     else:
         monkeypatch.setattr(DeviceWithGradients, "synchronize", lambda self, event: None)
     with pytest.raises(AssertionError):

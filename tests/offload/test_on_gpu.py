@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.training import with_gradients
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload import gradient_staging
+from statestream.offload.gradients import staging
 
 from .conftest import assert_same_values, make_params
 
@@ -130,7 +130,7 @@ def test_peak_allocated_is_the_budget(name):
 def test_gradients_on_their_way_keep_little_of_the_device(monkeypatch):
     """FSDP2 reduces the gradients of a group into one buffer, of which each is a view. By itself 48 MiB are held."""
     held, buffer_bytes = 4 * MiB, 2 * MiB
-    monkeypatch.setattr(gradient_staging, "HELD_BYTES", held)
+    monkeypatch.setattr(staging, "HELD_BYTES", held)
     before, most = 0, []
 
     def views_of_one_buffer():

@@ -13,8 +13,8 @@ import pytest
 import torch
 from simulated_device.device import Hazard, InjectedFault, SimulatedDevice
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload import host_side
-from statestream.offload.plan import GRAIN_ELEMENTS
+from statestream.offload.adam import host_share
+from statestream.streaming.plan import GRAIN_ELEMENTS
 
 from .conftest import assert_same_training, assert_same_values, make_params, set_grads
 from .makers import SignDescent
@@ -39,7 +39,7 @@ SHAPES = [(40, 33), (13,), (32, 32), (7,), (600,), (3, 5, 7)]
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch):
     """So that the host's share is many chunks."""
-    monkeypatch.setattr(host_side, "SLOT_BYTES", 4_000)
+    monkeypatch.setattr(host_share, "SLOT_BYTES", 4_000)
 
 
 class Case:

@@ -13,8 +13,8 @@ import warnings
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline
+from statestream.device.host_memory import HostMemory
 from statestream.offload import optimizer as optimizer_module
-from statestream.offload.host_memory import HostMemory
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module

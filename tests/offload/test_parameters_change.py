@@ -10,9 +10,9 @@ import torch
 from distributed.test_sharding import world
 from simulated_device.device import SimulatedDevice
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload.device import HostDevice
-from statestream.offload.host_memory import HostMemory
-from statestream.offload.store import largest_shard
+from statestream.device.host_memory import HostMemory
+from statestream.device.queues import HostDevice
+from statestream.offload.host.store import largest_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 

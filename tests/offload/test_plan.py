@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from statestream.offload import plan as planning
-from statestream.offload.plan import Unit, make_plan, padded_bytes
+from statestream.streaming import plan as planning
+from statestream.streaming.plan import Unit, make_plan, padded_bytes
 
 unit_lists = st.lists(
     st.tuples(st.integers(1, 40), st.tuples(*[st.sampled_from((0, 256, 512, 1024))] * 3), st.booleans(), st.booleans()),

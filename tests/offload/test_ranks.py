@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from distributed.processes import run_claims
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload.store import largest_shard
+from statestream.offload.host.store import largest_shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -8,9 +8,9 @@ from itertools import combinations
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload import host_side
-from statestream.offload.arena import Arena
-from statestream.offload.device import HostMemory
+from statestream.device.queues import HostMemory
+from statestream.offload.adam import host_share
+from statestream.offload.host.arena import Arena
 from torch.nn import Parameter
 
 from .conftest import Beyond, assert_same_training, assert_same_values, make_params, train
@@ -236,7 +236,7 @@ def test_weights_that_take_more_room_than_before_pass_through_the_hosts_slots(
     old, new, cpu_fraction, on_device, monkeypatch
 ):
     """The state is as large as it was, and the slots are: only how many weights one holds has changed."""
-    monkeypatch.setattr(host_side, "SLOT_BYTES", 8192)
+    monkeypatch.setattr(host_share, "SLOT_BYTES", 8192)
     on_device(Beyond())
     params, reference = make_params(old), make_params(old)
     optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 20_000, cpu_fraction=cpu_fraction)

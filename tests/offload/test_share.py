@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from statestream.offload.plan import Unit, make_plan
-from statestream.offload.share import Cut, cut_at, device_units, host_chunks
+from statestream.streaming.plan import Unit, make_plan
+from statestream.streaming.share import Cut, cut_at, device_units, host_chunks
 
 unit_lists = st.lists(
     st.tuples(st.integers(1, 40), st.sampled_from((0, 256, 512)), st.sampled_from((256, 1024))), min_size=1, max_size=12

@@ -12,7 +12,8 @@ from helpers.gil import ticks_in_calls
 from helpers.modes import FORMS
 from helpers.training import build, train
 from statestream import CPUOffloadOptimizer, FusedAdam, kernels
-from statestream.offload import host_side, host_stream
+from statestream.offload.adam import host_share
+from statestream.streaming import host_pipeline
 
 from .conftest import Beyond, Counting, assert_same_training, make_params, params_of_odd_layouts, set_grads
 from .conftest import train as train_params
@@ -23,7 +24,7 @@ FRACTIONS = [0, 0.25, 0.5, 1, "auto"]
 @pytest.fixture(params=["in place", "copied"])
 def where(request, on_device, monkeypatch):
     """Where the host's share is updated. Slots are so small that there are many chunks."""
-    monkeypatch.setattr(host_side, "SLOT_BYTES", 4_000)
+    monkeypatch.setattr(host_share, "SLOT_BYTES", 4_000)
     if request.param == "copied":
         on_device(Beyond())
     return request.param
@@ -45,7 +46,7 @@ def test_five_steps_are_bit_equal_with_a_save_and_a_load_in_the_middle(form, fra
 @pytest.mark.parametrize("fraction", [0, 0.25, 0.5, 1])
 def test_any_number_of_threads(fraction, chunk, where, monkeypatch):
     """With pieces so large that a call has work for several threads."""
-    monkeypatch.setattr(host_side, "SLOT_BYTES", 1 << 20)
+    monkeypatch.setattr(host_share, "SLOT_BYTES", 1 << 20)
     largest, adam = 0, kernels.adam
 
     def noting(device, rows, *args, threads=None, **rest):
@@ -326,9 +327,9 @@ def test_auto_settles(on_device):
 def test_auto_settles_where_some_parameters_never_have_a_gradient(never, on_device, monkeypatch):
     """At the share of what is stepped that it would settle at without them."""
     device = on_device(Counting())
-    monkeypatch.setattr(host_side, "SLOT_BYTES", 4_000)
+    monkeypatch.setattr(host_share, "SLOT_BYTES", 4_000)
     # The host takes one second a gigabyte, the device two.
-    monkeypatch.setattr(host_stream.StepTimes, "seconds", lambda self: tuple(seconds))
+    monkeypatch.setattr(host_pipeline.StepTimes, "seconds", lambda self: tuple(seconds))
     params = make_params(shapes=[(100, 256)] * 6)
     optimizer = CPUOffloadOptimizer(FusedAdam(params), 60_000, cpu_fraction="auto")
     shares = []

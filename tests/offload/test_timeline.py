@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline
-from statestream.offload.device import HostDevice
+from statestream.device.queues import HostDevice
 
 from .conftest import assert_same_training, make_params, set_grads, train
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from statestream.offload.worker import Worker
+from statestream.device.worker import Worker
 
 
 def threads():

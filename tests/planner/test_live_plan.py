@@ -9,9 +9,9 @@ import statestream
 import torch
 from helpers.modes import FORMS
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.offload.gradient_staging import GradientStaging
+from statestream.checkpoint.transfer import LEAST_STAGING_BYTES
+from statestream.offload.gradients.staging import GradientStaging
 from statestream.planner.settings import LEAST_STAGING
-from statestream.transfer import LEAST_STAGING_BYTES
 from torch import nn
 
 

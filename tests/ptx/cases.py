@@ -24,7 +24,7 @@ from statestream.kernels import (
     AdamOptions,
     Formats,
 )
-from statestream.row_extras import WHOLE, IndexMap
+from statestream.tensors.global_index import WHOLE, IndexMap
 
 from .build import ARCHS
 from .device import Device, Launch

@@ -15,7 +15,7 @@ from statestream.kernels import (
     SCALED_FLOAT16,
     Formats,
 )
-from statestream.row_extras import WHOLE, IndexMap
+from statestream.tensors.global_index import WHOLE, IndexMap
 
 from .build import ARCHS, find_nvcc
 from .cases import (

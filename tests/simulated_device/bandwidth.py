@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from statestream.offload import stream
-from statestream.offload.arena import Bank
-from statestream.offload.host_stream import HostShare, Passage
-from statestream.offload.layout import Layout
-from statestream.offload.plan import GRAIN_ELEMENTS, Piece, Unit, make_plan
-from statestream.offload.share import cut_at, device_units, host_chunks
+from statestream.offload.host.arena import Bank
+from statestream.offload.host.layout import Layout
+from statestream.streaming import pipeline
+from statestream.streaming.host_pipeline import HostShare, Passage
+from statestream.streaming.plan import GRAIN_ELEMENTS, Piece, Unit, make_plan
+from statestream.streaming.share import cut_at, device_units, host_chunks
 
 LINK = 55e9  # bytes a second, each way: PCIe 5.0 x16 as measured by others
 MEMORY = 4.0e12  # bytes a second of device memory
@@ -163,7 +163,7 @@ def time_step(
     bank = Bank(0, units, [_SizedArena(units, kind) for kind in range(kinds)])
     layout = Layout(plan, units, [bank])
     device = TimedDevice(link, memory)
-    stream.run(device, plan.ring_bytes, layout.stages(), _Launches(device))
+    pipeline.run(device, plan.ring_bytes, layout.stages(), _Launches(device))
     first, last = plan.chunks[0].nbytes, plan.chunks[-1].nbytes
     return Timing(
         total=max(device.free_at.compute, device.free_at.load, device.free_at.store),
@@ -200,7 +200,7 @@ def time_shared_step(units: Sequence[Unit], budget: int, fraction: float, **rate
     chunks = host_chunks(units, cut, [4 * GRAIN_ELEMENTS] * len(units), 4 << 20)
     device = TimedDevice(**rates)
     host = HostShare(device, [None] * 3, chunks, _HostLaunches(device, units)) if chunks else None
-    stream.run(device, plan.ring_bytes, layout.stages(), _Launches(device), host)
+    pipeline.run(device, plan.ring_bytes, layout.stages(), _Launches(device), host)
     return SharedTiming(
         sum(chunk.nbytes for chunk in plan.chunks),
         device.free_at.store,

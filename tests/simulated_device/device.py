@@ -1,4 +1,4 @@
-"""A hostile stand-in for statestream.offload.device, on host memory.
+"""A hostile stand-in for statestream.device.queues, on host memory.
 
 Every call only queues work. Queued work runs as late, and in as odd an order, as the events allow: a schedule
 is drawn from the seed. Copies arrive in parts with other queues' work in between. Memory is poisoned until data
@@ -16,7 +16,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import torch
-from statestream.offload.host_memory import HostMemory
+from statestream.device.host_memory import HostMemory
 
 POISON = 0xFF  # NaN in every float format
 
@@ -47,7 +47,7 @@ class Work:
 
 
 class SimulatedWorker:
-    """Stands in for statestream.offload.worker.Worker: the flow goes on whenever the schedule likes and its event is
+    """Stands in for statestream.device.worker.Worker: the flow goes on whenever the schedule likes and its event is
     done."""
 
     def __init__(self, device: SimulatedDevice, flow):

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
-from statestream.offload import host_stream as real_host_stream
-from statestream.offload import stream as real_stream
-from statestream.offload.arena import Arena, Bank
-from statestream.offload.host_stream import Passage
-from statestream.offload.layout import Layout
-from statestream.offload.plan import Piece, Unit, make_plan
-from statestream.offload.share import cut_at, device_units, host_chunks
-from statestream.offload.stream import Stage
+from statestream.offload.host.arena import Arena, Bank
+from statestream.offload.host.layout import Layout
+from statestream.streaming import host_pipeline as real_host_stream
+from statestream.streaming import pipeline as real_stream
+from statestream.streaming.host_pipeline import Passage
+from statestream.streaming.pipeline import Stage
+from statestream.streaming.plan import Piece, Unit, make_plan
+from statestream.streaming.share import cut_at, device_units, host_chunks
 
 from .device import Hazard, InjectedFault, SimulatedDevice
 

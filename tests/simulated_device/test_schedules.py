@@ -10,8 +10,9 @@ import types
 
 import pytest
 import torch
-from statestream.offload import host_stream, stream
-from statestream.offload.device import HostDevice
+from statestream.device.queues import HostDevice
+from statestream.streaming import host_pipeline
+from statestream.streaming import pipeline as stream
 
 from .device import Hazard, SimulatedDevice
 from .programs import Program, run_program
@@ -233,7 +234,7 @@ def test_a_fault_in_what_follows_an_error_is_caught_within_50_seeds(name):
 @pytest.mark.parametrize("name", [*HOST_FAULTS, *SHARED_FAULTS])
 def test_a_fault_in_the_hosts_share_is_caught_within_50_seeds(name):
     in_host = name in HOST_FAULTS
-    module = mutated(*HOST_FAULTS[name], host_stream) if in_host else mutated(*SHARED_FAULTS[name])
+    module = mutated(*HOST_FAULTS[name], host_pipeline) if in_host else mutated(*SHARED_FAULTS[name])
     where = {"host_stream" if in_host else "stream": module}
     assert any(is_caught(seed, fail=False, shared=True, **where) for seed in range(50))
 
@@ -241,7 +242,7 @@ def test_a_fault_in_the_hosts_share_is_caught_within_50_seeds(name):
 @pytest.mark.parametrize("name", [*HOST_RECOVERY_FAULTS, *SHARED_RECOVERY_FAULTS])
 def test_a_fault_in_what_follows_an_error_of_a_shared_step_is_caught_within_50_seeds(name):
     in_host = name in HOST_RECOVERY_FAULTS
-    module = mutated(*HOST_RECOVERY_FAULTS[name], host_stream) if in_host else mutated(*SHARED_RECOVERY_FAULTS[name])
+    module = mutated(*HOST_RECOVERY_FAULTS[name], host_pipeline) if in_host else mutated(*SHARED_RECOVERY_FAULTS[name])
     where = {"host_stream" if in_host else "stream": module}
     assert any(is_caught(seed, fail=True, shared=True, **where) for seed in range(50))
 

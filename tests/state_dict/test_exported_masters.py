@@ -12,9 +12,10 @@ import pytest
 import torch
 from helpers.bits import same_bits
 from helpers.quantized import Float8
-from statestream import CPUOffloadOptimizer, FusedAdam, kernels, stored
+from statestream import CPUOffloadOptimizer, FusedAdam, kernels
 from statestream.convert import convert_checkpoint, fp32_weights
-from statestream.moments import MASTER
+from statestream.state import stored
+from statestream.state.state_format import MASTER
 from torch.nn import Parameter
 
 BF16, FP16 = torch.bfloat16, torch.float16

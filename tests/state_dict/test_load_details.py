@@ -340,7 +340,7 @@ def test_a_load_for_which_there_is_no_staging_changes_nothing(exp_avg_sq_dtype, 
         raise MemoryError("no staging")
 
     with monkeypatch.context() as patch:
-        patch.setattr("statestream.transfer._Staging", refused)
+        patch.setattr("statestream.checkpoint.transfer._Staging", refused)
         with pytest.raises(MemoryError, match="no staging"):
             optimizer.load_state_dict(saved)
     assert differences(before, snapshot(optimizer)) == []

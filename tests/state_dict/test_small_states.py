@@ -11,7 +11,7 @@ from helpers.memory import peak_extra_bytes
 from helpers.modes import BF16, FP8, FP16, FP32
 from helpers.stored import decoded, storage_error
 from statestream import FusedAdam
-from statestream.stored import Stored
+from statestream.state.stored import Stored
 
 MIB = 2**20
 MOMENTS = {"exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP16}

@@ -9,7 +9,7 @@ from helpers.bits import differences, snapshot
 from helpers.modes import BF16, Mode
 from helpers.training import build, gradient, train
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.capture import is_capturing
+from statestream.device.capture import is_capturing
 
 MODE = Mode(BF16, BF16, BF16, "fp32")
 STREAMED = {

@@ -9,7 +9,7 @@ from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import FORMS, Mode
 from helpers.training import build, train
 from statestream import FusedAdam
-from statestream.promised_state import made
+from statestream.state.lazy_state import made
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 

@@ -12,7 +12,7 @@ from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import BF16, FORMS, FP8, FP16, FP32, Mode
 from helpers.training import build, gradient, train
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.scaling import unscale_gradients
+from statestream.adam.grad_scaling import unscale_gradients
 from torch.amp.grad_scaler import OptState
 from torch.utils._python_dispatch import TorchDispatchMode
 

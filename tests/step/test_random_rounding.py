@@ -11,7 +11,7 @@ from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import BF16, FP8, FP16, FP32
 from helpers.stored import decoded
 from statestream import FusedAdam, kernels
-from statestream.global_index import runs_of
+from statestream.tensors.global_index import runs_of
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -233,9 +233,8 @@ def test_neither_seed_nor_scales_are_in_a_state_dict():
 
 
 def test_control_a_wrong_index_is_seen(monkeypatch):
-    from statestream import step_table
-    from statestream.global_index import Run
-    from statestream.row_extras import WHOLE
+    from statestream.adam import step_table
+    from statestream.tensors.global_index import WHOLE, Run
 
     monkeypatch.setattr(step_table, "runs_of", lambda param: (Run(0, param.numel(), WHOLE),))
     with pytest.raises(AssertionError):

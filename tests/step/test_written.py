@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 from statestream import FusedAdam
-from statestream.written import WriteWatch
+from statestream.tensors.write_tracker import WriteWatch
 from torch.nn import Parameter
 
 

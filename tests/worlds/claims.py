@@ -24,9 +24,9 @@ from helpers.bits import snapshot
 from helpers.modes import BF16, FP8, FP16, FP32, Mode
 from helpers.training import build, train
 from statestream import CPUOffloadOptimizer, FusedAdam, plan
+from statestream.device.queues import HostDevice
 from statestream.offload import optimizer as optimizer_module
-from statestream.offload import units as units_module
-from statestream.offload.device import HostDevice
+from statestream.offload import strategy as units_module
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.nn import Parameter

@@ -127,6 +127,6 @@ def test_devices_and_streams_are_made_current_in_one_place_which_opens_no_contex
     texts = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
     users = {path for path, text in texts.items() if any(setter in text for setter in SETTERS)}
     # The demo's ranks are processes of its own, each on its device for good.
-    assert users == {"cuda_guards.py", "demo/ranks.py"}
+    assert users == {"device/guards.py", "demo/ranks.py"}
     native = "".join(path.read_text(encoding="utf-8") for path in NATIVE.rglob("*.[hc]*"))
     assert native.count("cudaSetDevice(") == 1

@@ -8,7 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from statestream.tensors import is_fake
+from statestream.tensors.local import is_fake
 
 __all__ = ["Agreement", "comparable"]
 

@@ -18,7 +18,7 @@ from statestream.convert.scratch import Scratch
 from statestream.convert.state_dicts import StateDictView
 from statestream.convert.target import appearing
 from statestream.interrupts import interrupts_held
-from statestream.moments import MASTER
+from statestream.state.state_format import MASTER
 
 __all__ = ["convert_file"]
 

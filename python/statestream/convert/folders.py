@@ -32,8 +32,8 @@ from statestream.convert.rules import (
 )
 from statestream.convert.target import appearing
 from statestream.convert.values import dtype_of, sources, values_of
-from statestream.foreign import count_of
-from statestream.moments import MASTER, MOMENTS, STEP
+from statestream.state.state_format import MASTER, MOMENTS, STEP
+from statestream.tensors.validate import count_of
 
 __all__ = ["convert_checkpoint"]
 

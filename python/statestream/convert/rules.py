@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from statestream.foreign import count_of
-from statestream.format_version import Masters, check_held, masters_in, number_of
-from statestream.moments import MASTER, MOMENTS, STEP
+from statestream.state.format_version import Masters, check_held, masters_in, number_of
+from statestream.state.state_format import MASTER, MOMENTS, STEP
+from statestream.tensors.validate import count_of
 
 __all__ = [
     "ADAMS_TENSORS",

@@ -12,7 +12,10 @@ from statestream.convert.agreement import Agreement
 from statestream.convert.layout import Flat, group_label, groups_of, param_label
 from statestream.convert.rules import ADAMS_TENSORS, Group, How, NewGroup, Param, Request, check_masters, convert
 from statestream.convert.values import sources, values_of
-from statestream.foreign import (
+from statestream.state.state_format import MASTER, STEP
+from statestream.tensors.local import local_of
+from statestream.tensors.sharding import around
+from statestream.tensors.validate import (
     FLOATS,
     as_state_dict,
     check_settings,
@@ -21,9 +24,6 @@ from statestream.foreign import (
     count_of,
     readable,
 )
-from statestream.moments import MASTER, STEP
-from statestream.sharding import around
-from statestream.tensors import local_of
 
 __all__ = ["StateDictView", "convert_state_dict", "fp32_weights"]
 

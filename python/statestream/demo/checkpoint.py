@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from statestream.demo import controls
 from statestream.demo.memory import peak_extra_bytes
 from statestream.demo.training import Training
-from statestream.tensors import local_of
+from statestream.tensors.local import local_of
 
 __all__ = ["Export", "load", "measured_export", "save"]
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from statestream.demo.training import Training
-from statestream.stored import Stored
-from statestream.tensors import local_of
+from statestream.state.stored import Stored
+from statestream.tensors.local import local_of
 
 __all__ = ["Difference", "Snapshot", "differences"]
 

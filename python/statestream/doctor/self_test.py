@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream.fused_adam import FusedAdam
+from statestream.adam.fused_adam import FusedAdam
 
 __all__ = ["CASES", "CHECKSUMS", "COPIES", "ELEMENTS", "OPTIONS", "STEPS", "checksum", "differing", "numbers"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from statestream.offload.element_ranges import ElementRanges
+from statestream.offload.adam.strategy import ElementRanges
+from statestream.offload.host.store import compact_copy
+from statestream.offload.load import load_plain
 from statestream.offload.one_pass import OnePass
-from statestream.offload.plain_load import load_plain
-from statestream.offload.store import compact_copy
-from statestream.offload.whole_parameters import WholeParameters
+from statestream.offload.per_parameter.strategy import WholeParameters
 
 __all__ = ["export_state", "load_state"]
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream.fused_adam import FusedAdam
-from statestream.offload.learn import unhooked
-from statestream.offload.muon_layouts import muon_layout
-from statestream.promised_state import made
-from statestream.quantized import is_quantized
-from statestream.tensors import is_dtensor, local_of
+from statestream.adam.fused_adam import FusedAdam
+from statestream.offload.muon.variants import muon_layout
+from statestream.offload.per_parameter.infer_state import unhooked
+from statestream.state.lazy_state import made
+from statestream.tensors.local import is_dtensor, local_of
+from statestream.tensors.quantized import is_quantized
 
 __all__ = [
     "ELEMENTWISE",

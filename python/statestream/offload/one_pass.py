@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from statestream.offload.learn import check_plain, is_host_scalar, unhooked_step
-from statestream.offload.store import compact_copy
-from statestream.offload.subset import Subset
-from statestream.offload.units import Units
-from statestream.scaling import StepNumbers
-from statestream.sharding import around
-from statestream.tensors import local_of
+from statestream.adam.grad_scaling import StepNumbers
+from statestream.offload.host.store import compact_copy
+from statestream.offload.per_parameter.infer_state import check_plain, is_host_scalar, unhooked_step
+from statestream.offload.per_parameter.subset import Subset
+from statestream.offload.strategy import Units
+from statestream.tensors.local import local_of
+from statestream.tensors.sharding import around
 
 __all__ = ["OnePass"]
 

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream.capture import refuse_capture
-from statestream.foreign import as_state_dict
-from statestream.fused_adam import FusedAdam
+from statestream.adam.fused_adam import FusedAdam
+from statestream.adam.grad_scaling import numbers_of, scaling_of, unscale_gradients
+from statestream.device.capture import refuse_capture
+from statestream.device.queues import device_for
 from statestream.interrupts import interrupts_held
 from statestream.memory import MemoryReport, report_of
-from statestream.offload.charge import hooks_without_charge
+from statestream.offload.adam.strategy import ElementRanges
 from statestream.offload.checkpoint import export_state, load_state
 from statestream.offload.checks import (
     check_gradients,
@@ -38,16 +39,15 @@ from statestream.offload.checks import (
     check_step,
     device_of,
 )
-from statestream.offload.device import device_for
-from statestream.offload.element_ranges import ElementRanges
-from statestream.offload.gradients import OffloadedGradients
-from statestream.offload.muon import MuonBatches
-from statestream.offload.muon_layouts import muon_layout
+from statestream.offload.gradients.accumulate import OffloadedGradients
+from statestream.offload.inner_hooks import hooks_without_charge
+from statestream.offload.muon.strategy import MuonBatches
+from statestream.offload.muon.variants import muon_layout
 from statestream.offload.one_pass import OnePass
+from statestream.offload.per_parameter.strategy import WholeParameters
 from statestream.offload.step_plan import StepPlan, plan_of
-from statestream.offload.whole_parameters import WholeParameters
-from statestream.scaling import numbers_of, scaling_of, unscale_gradients
-from statestream.tensors import is_dtensor, local_of
+from statestream.tensors.local import is_dtensor, local_of
+from statestream.tensors.validate import as_state_dict
 
 __all__ = ["CPUOffloadOptimizer"]
 

@@ -45,7 +45,7 @@ class StepPlan:
 
 
 def plan_of(units: Any) -> StepPlan:
-    """The plan of a Units (units.py)."""
+    """The plan of a Units (strategy.py)."""
     store, names = units.store, units.names()
     params = [param for bank in store.banks for param in bank.units]
     alone = []

@@ -4,7 +4,7 @@
         optimizer.step()
     timeline.save_png("step.png")
 
-The recorder stands between stream.py and the device and hands everything on; nothing is recorded outside of it.
+The recorder stands between the pipeline and the device and hands everything on; nothing is recorded outside of it.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ class _Clock:
 
 
 class _Recorder:
-    """A device seam (device.py) that hands all on to another, and marks when each queue's work began and ended.
+    """A device seam (device/queues.py) that hands all on to another, and marks when each queue's work began and ended.
 
-    A chunk's loads are followed by an event on the load queue, and so on (stream.py): counting those numbers the
+    A chunk's loads are followed by an event on the load queue, and so on (pipeline.py): counting those numbers the
     chunks. The compute queue has one event before the first chunk.
     """
 

@@ -3,7 +3,7 @@
 Where the numbers come from:
 
 * device tensors: CUDA's caching allocator gives blocks of whole 512 bytes;
-* a resident step takes nothing; a streamed one the ring that offload/plan.py lays out;
+* a resident step takes nothing; a streamed one the ring that streaming/plan.py lays out;
 * an export to the host takes one staging buffer on the device; one on the device FP32 copies of what is not FP32;
 * host memory of saves and loads: docs/checkpoints.md.
 """
@@ -146,7 +146,7 @@ def _weights(parameter: Parameter, settings: Settings, default_dtype: str) -> Fo
 
 def _transit(made: int, largest: int) -> tuple[int, int]:
     """Device and host bytes of gradients on their way, of those that are made in one backward pass."""
-    from statestream.offload.gradient_staging import SLOT_BYTES, SLOTS  # loads torch, as _ring does
+    from statestream.offload.gradients.staging import SLOT_BYTES, SLOTS  # loads torch, as _ring does
 
     return min(made, SLOTS * SLOT_BYTES + largest), SLOTS * min(made, SLOT_BYTES)
 
@@ -175,7 +175,7 @@ def _ring(
     shares: Sequence[Share], settings: Settings, streamed: Sequence[tuple[Format, ...]]
 ) -> tuple[tuple[int, ...], int]:
     """Bytes of each chunk, and of the device memory that they share: the optimizer's own plan."""
-    from statestream.offload.plan import Unit, make_plan  # loads torch, which nothing else here needs
+    from statestream.streaming.plan import Unit, make_plan  # loads torch, which nothing else here needs
 
     trained = [share for share in shares if share.parameter.trained]
     kinds = max(map(len, streamed), default=0)

@@ -67,7 +67,7 @@ def _shares(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     """And the names of parameters and buffers that have no shape yet."""
     from torch.nn.parameter import is_lazy
 
-    from statestream.tensors import local_of
+    from statestream.tensors.local import local_of
 
     members = None
     if optimizer is not None:
@@ -88,8 +88,8 @@ def _shares(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def _described(name: str, tensor: torch.Tensor, trained: bool) -> Parameter:
-    from statestream.quantized import is_quantized
-    from statestream.tensors import local_of
+    from statestream.tensors.local import local_of
+    from statestream.tensors.quantized import is_quantized
 
     shape = tuple(tensor.shape)
     if is_quantized(local_of(tensor.detach())):

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer, FusedAdam, kernels
-from statestream.offload.device import CudaDevice
+from statestream.device.queues import CudaDevice
 from torch import Tensor
 
 from tests.fake_runtime.plugin import left_behind

@@ -16,22 +16,24 @@ from unittest import mock
 import statestream
 import torch
 from helpers.training import with_gradients
-from statestream import CPUOffloadOptimizer, FusedAdam, pinned, transfer
-from statestream.offload import gradient_staging, host_side
-from statestream.offload.device import CudaDevice
-from statestream.offload.worker import Worker
+from statestream import CPUOffloadOptimizer, FusedAdam
+from statestream.checkpoint import pinned, transfer
+from statestream.device.queues import CudaDevice
+from statestream.device.worker import Worker
+from statestream.offload.adam import host_share
+from statestream.offload.gradients import staging
 from torch import Tensor
 
 __all__ = ["PROGRAMS", "Place", "left_out", "places"]
 
 PACKAGE = Path(statestream.__file__).parent
 FILES = {
-    "offload/charge.py": {"synchronize"},
-    "offload/device.py": {"synchronize"},
-    "offload/gradient_staging.py": {"wait", "synchronize", "result", "keep"},
-    "offload/gradients.py": {"synchronize"},
-    "offload/host_stream.py": {"wait", "yield"},
-    "offload/stream.py": {"wait", "result"},
+    "offload/inner_hooks.py": {"synchronize"},
+    "device/queues.py": {"synchronize"},
+    "offload/gradients/staging.py": {"wait", "synchronize", "result", "keep"},
+    "offload/gradients/accumulate.py": {"synchronize"},
+    "streaming/host_pipeline.py": {"wait", "yield"},
+    "streaming/pipeline.py": {"wait", "result"},
     "pinned.py": {"wait_for_all_devices"},
     "transfer.py": {"wait", "wait_stream", "synchronize"},
 }
@@ -93,7 +95,7 @@ def left_out(place: Place | None) -> Iterator[set[tuple[str, int]]]:
             (transfer._CudaQueues, "wait"),
             (torch.cuda.Stream, "wait_stream"),
             (torch.cuda.Stream, "synchronize"),
-            (gradient_staging._Slot, "keep"),
+            (staging._Slot, "keep"),
             (Worker, "result"),
             (pinned, "wait_for_all_devices"),
         ):
@@ -170,7 +172,7 @@ def _fused(params: list[torch.nn.Parameter]) -> FusedAdam:
 
 def _offloaded(fraction: float, chunk: int = 60_000) -> list[Tensor]:
     params = _params()
-    with mock.patch.object(host_side, "SLOT_BYTES", SLOT_BYTES):
+    with mock.patch.object(host_share, "SLOT_BYTES", SLOT_BYTES):
         optimizer = CPUOffloadOptimizer(_fused(params), chunk, cpu_fraction=fraction)
         for step in range(3):
             for i, p in enumerate(params):
@@ -183,8 +185,8 @@ def _offloaded(fraction: float, chunk: int = 60_000) -> list[Tensor]:
 def _offloaded_gradients(fraction: float) -> list[Tensor]:
     params = _params()
     with (
-        mock.patch.object(gradient_staging, "SLOT_BYTES", SLOT_BYTES),
-        mock.patch.object(host_side, "SLOT_BYTES", SLOT_BYTES),
+        mock.patch.object(staging, "SLOT_BYTES", SLOT_BYTES),
+        mock.patch.object(host_share, "SLOT_BYTES", SLOT_BYTES),
     ):
         optimizer = CPUOffloadOptimizer(_fused(params), 60_000, cpu_fraction=fraction, offload_gradients=True)
         for step in range(2):
@@ -199,7 +201,7 @@ def _offloaded_gradients(fraction: float) -> list[Tensor]:
 
 
 def _few_gradients_held() -> list[Tensor]:
-    with mock.patch.object(gradient_staging, "HELD_BYTES", 1 << 10):
+    with mock.patch.object(staging, "HELD_BYTES", 1 << 10):
         return _offloaded_gradients(0)
 
 

@@ -1,0 +1,259 @@
+"""What step() asks of the kernels: parameters with gradients, as rows that share a kernel call.
+
+Everything is checked while the rows are gathered, before any kernel runs, so a refused step changes
+nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from statestream import kernels
+from statestream.adam.rounding import Rounding
+from statestream.arguments import check_grad_dtype, check_param
+from statestream.kernels import Formats
+from statestream.kernels.abi import scale_address
+from statestream.kernels.rows import add_rows, has_scales, runs_for
+from statestream.state.factory import StateKeeper
+from statestream.state.state_format import MASTER, MOMENTS, STEP
+from statestream.state.stored import Stored
+from statestream.tensors.global_index import runs_of
+from statestream.tensors.local import is_dense, local_of, same_layout
+from statestream.tensors.quantized import is_quantized, requantize
+from statestream.tensors.sharding import placed_as
+from statestream.tensors.validate import check_has_data
+from statestream.tensors.write_tracker import WriteWatch
+
+__all__ = ["Call", "StepTable"]
+
+
+KINDS = (*MOMENTS, MASTER)
+
+
+@dataclass
+class Call:
+    """One kernel call: rows on one device with the same formats, and `extras` where they need some."""
+
+    device: torch.device
+    formats: Formats
+    rows: array = field(default_factory=lambda: array("q"))
+    extras: array | None = None
+    stochastic: int = 0
+    counters: list[Tensor] = field(default_factory=list)
+    """Of parameters that are several rows each: to be advanced before the call, which then advances none."""
+    params: list[Tensor] = field(default_factory=list)
+    locals: list[Tensor] = field(default_factory=list)
+    """Of `params` the local tensors."""
+    keep: list[Tensor] = field(default_factory=list)
+    """Gradients copied into the parameter's layout, alive until the kernel has run."""
+    quantized: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of `params` those in whose place a kernel updates their FP32 master, each with it."""
+
+
+class StepTable:
+    """Gathers calls, and remembers what each parameter looked like after the last step.
+
+    A parameter with a master that was written since (a loaded model, an edit under no_grad) is
+    brought back together with its master first: where they no longer round to each other, the parameter
+    wins. A quantised parameter is no tensor that a kernel could update: its FP32 master is the row's
+    parameter, and what the kernel leaves there is quantised.
+    """
+
+    def __init__(self, keeper: StateKeeper, rounding: Rounding):
+        self.keeper, self.rounding = keeper, rounding
+        self.watch = WriteWatch()
+
+    def calls(
+        self,
+        params: list[Tensor],
+        state: dict[Tensor, dict[str, Any]],
+        grad_name: str,
+        name_of: Callable[[int], str],
+        first_ordinal: int,
+    ) -> list[Call]:
+        """The kernel calls that update `params`, without running them.
+
+        Parameters whose gradient (the attribute `grad_name`) is None are left out. Each is taken once,
+        however often it is listed. The random bits of params[i] are those of parameter `first_ordinal` + i.
+        """
+        form = self.keeper.form
+        calls: dict[Any, Call] = {}
+        # Where random bits hang on indices in the whole tensor, a shard's are looked at one by one.
+        needs_extras = form.has_scales or bool(self.rounding.flags)
+        found, left = kernels.gather(
+            params,
+            grad_name,
+            state,
+            exp_avg=form.exp_avg,
+            exp_avg_sq=form.exp_avg_sq,
+            master=form.master_dtype,
+            step_on_device=form.step_on_device,
+            scales=self.keeper.scales,
+            sharded=not needs_extras,
+            extras=needs_extras,
+            first_ordinal=first_ordinal,
+        )
+        for g in found:
+            stochastic = self.rounding.of(g.formats)
+            extras = g.extras if stochastic or has_scales(g.formats) else None
+            call = Call(g.device, g.formats, g.rows, extras, stochastic, params=g.params, locals=g.locals)
+            calls[g.device, g.formats, False] = call
+        for i in left:
+            self._add(calls, params[i], state, getattr(params[i], grad_name), name_of(i), first_ordinal + i)
+        return list(calls.values())
+
+    def check(self, param: Tensor, name: str) -> Tensor:
+        """The local tensor of a parameter that can be updated, and have state. Raises, naming it, where it cannot."""
+        local = local_of(param)
+        check_param(local, name)
+        self.keeper.form.check(local, name)
+        self.rounding.check(local, name)
+        return local
+
+    def takes(self, param: Tensor) -> bool:
+        """Whether the parameter can be updated, and have state."""
+        try:
+            self.check(param, "parameter")
+        except (ValueError, RuntimeError):
+            return False
+        return True
+
+    def _add(
+        self,
+        calls: dict[Any, Call],
+        param: Tensor,
+        state: dict[Tensor, dict[str, Any]],
+        grad: Tensor,
+        name: str,
+        ordinal: int,
+    ) -> None:
+        local = self.check(param, name)
+        if not is_quantized(local):
+            check_has_data(local, name)
+        grad = self.checked_grad(param, local, grad, name)
+        tensors = state[param]
+        self.keeper.follow(param, tensors)
+        stored = {key: self.keeper.stored(param, key, tensors[key]) for key in KINDS if key in tensors}
+        for key, kept in stored.items():
+            check_has_data(kept.local, f"{key} of {name}")
+        exp_avg, exp_avg_sq = stored["exp_avg"].local, stored["exp_avg_sq"].local
+        master = stored[MASTER].local if MASTER in stored else None
+        target = local
+        if is_quantized(local):
+            target, master = master, None
+        formats = Formats(
+            kernels.format_of(target),
+            kernels.format_of(grad),
+            kernels.state_format_of(exp_avg),
+            kernels.state_format_of(exp_avg_sq),
+            kernels.NONE if master is None else kernels.state_format_of(master),
+        )
+        row = kernels.row(target, grad, exp_avg, exp_avg_sq, master, tensors[STEP])
+        stochastic = self.rounding.of(formats)
+        needs_extras = bool(stochastic) or has_scales(formats)
+        runs = runs_for(formats, runs_of(param)) if needs_extras else ()
+        in_rows = needs_extras and len(runs) != 1
+        call = calls.setdefault((local.device, formats, in_rows), Call(local.device, formats, stochastic=stochastic))
+        if call.locals is call.params:  # as gather leaves whole parameters
+            call.locals = list(call.params)
+        call.params.append(param)
+        call.locals.append(local)
+        call.keep.append(grad)
+        if target is not local:
+            call.quantized.append((param, target))
+        if in_rows:
+            call.counters.append(tensors[STEP])
+        if not row:  # tensors without data
+            return
+        if not needs_extras:
+            call.rows.extend(row)
+            return
+        if call.extras is None:
+            call.extras = array("q")
+        scales = tuple(_scale_address(stored.get(kind), local.numel()) for kind in KINDS)
+        add_rows(call.rows, call.extras, row, formats, ordinal=ordinal, first=0, runs=runs, scales=scales)
+
+    def refresh(self, call: Call, state: dict[Tensor, dict[str, Any]]) -> None:
+        """Brings the call's masters back to parameters that were written since the last step."""
+        for param, local in self.watch.written(*_watched(call)):
+            self.keeper.stored(param, MASTER, state[param][MASTER]).refresh(local)
+
+    @contextmanager
+    def advanced(self, call: Call, found_inf: Tensor | None) -> Iterator[None]:
+        """For the kernel call: the counters that it does not advance are advanced, and put back where it fails."""
+        if not call.counters:
+            yield
+            return
+        before = [counter.clone() for counter in call.counters]
+        where = call.device if self.keeper.form.step_on_device else torch.device("cpu")
+        try:
+            kernels.advance_steps(where, call.counters, found_inf)
+            yield
+        except BaseException:
+            for counter, value in zip(call.counters, before, strict=True):
+                counter.copy_(value)
+            raise
+
+    def updated(self, call: Call) -> None:
+        """Quantises the masters that kernels wrote, and says that the parameters were written: autograd is told, and
+        the next step knows them."""
+        for param, master in call.quantized:
+            requantize(local_of(param), master)
+        torch.autograd.graph.increment_version(call.params)
+        if call.locals is not call.params:
+            torch.autograd.graph.increment_version(
+                [local for param, local in zip(call.params, call.locals, strict=True) if local is not param]
+            )
+        self.watch.remember(*_watched(call))
+
+    @staticmethod
+    def checked_grad(param: Tensor, local: Tensor, grad: Tensor, name: str) -> Tensor:
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{name}: FusedAdam does not support sparse gradients ({grad.layout}); use torch.optim.SparseAdam"
+            )
+        if not is_dense(local):
+            raise ValueError(
+                f"{name}: strides {local.stride()} of shape {tuple(local.shape)} leave gaps or overlap; "
+                "make the parameter contiguous"
+            )
+        if grad.shape != param.shape:
+            raise ValueError(f"{name}: gradient of shape {tuple(grad.shape)}, parameter of {tuple(param.shape)}")
+        grad = local_of(placed_as(grad, param, name)).resolve_neg()
+        for tensor, what in ((local, "parameters"), (grad, "gradients")):
+            if is_traceable_wrapper_subclass(tensor) and not (tensor is local and is_quantized(local)):
+                raise ValueError(
+                    f"{name}: {what} of class {type(tensor).__name__} are not supported; use dense tensors"
+                )
+        check_grad_dtype(grad, name)
+        check_has_data(grad, f"gradient of {name}")
+        if grad.device != local.device or grad.shape != local.shape:
+            raise ValueError(
+                f"{name}: local gradient {tuple(grad.shape)} on {grad.device}, local parameter "
+                f"{tuple(local.shape)} on {local.device}"
+            )
+        if same_layout(grad, local):
+            return grad
+        return torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=local.device).copy_(grad)
+
+
+def _watched(call: Call) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters with masters beside them, or quantised from them, and their local tensors."""
+    if call.formats.master in (kernels.FLOAT32, kernels.SCALED_FLOAT16):
+        return call.params, call.locals
+    quantized = [param for param, _ in call.quantized]
+    return quantized, [local_of(param) for param in quantized]
+
+
+def _scale_address(stored: Stored | None, numel: int) -> int:
+    if stored is None or stored.scale is None:
+        return 0
+    return scale_address("scale", stored.scale, 0, numel)

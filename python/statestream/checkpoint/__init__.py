@@ -1,0 +1,1 @@
+"""State dicts: out in bounded memory, and in, checked before anything is written."""

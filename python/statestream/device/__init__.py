@@ -1,0 +1,1 @@
+"""Queues, events, copies and memory of a device: CUDA, and the host."""

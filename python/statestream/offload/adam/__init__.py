@@ -1,0 +1,1 @@
+"""FusedAdam's state in host memory, stepped in ranges of elements."""

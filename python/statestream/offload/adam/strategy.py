@@ -1,0 +1,329 @@
+"""FusedAdam's state in host memory, stepped in ranges of elements.
+
+The kernels take addresses, so a parameter may be cut at any 256 elements: whatever is large is stepped in
+pieces, and the budget is a strict bound. Step counters stay on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from statestream import kernels
+from statestream.adam.fused_adam import FusedAdam
+from statestream.adam.grad_scaling import StepNumbers
+from statestream.adam.step_table import StepTable
+from statestream.kernels import AdamOptions, Formats
+from statestream.kernels.abi import scale_count
+from statestream.kernels.rows import runs_for
+from statestream.offload.adam.device_step import AdamFlow, Job
+from statestream.offload.adam.factory import STATES, HostKeeper, scales_of
+from statestream.offload.adam.host_share import HostSide
+from statestream.offload.gradients.accumulate import GRAD_BYTES, OffloadedGradients
+from statestream.offload.host.arena import GRADS
+from statestream.offload.host.store import Entry, Home, compact_copy, largest_shard
+from statestream.offload.strategy import Units
+from statestream.state.factory import StateKeeper
+from statestream.state.lazy_state import PromisedState
+from statestream.state.state_format import MASTER, STEP
+from statestream.state.stored import SCALED, Stored
+from statestream.streaming import pipeline
+from statestream.streaming.plan import GRAIN_ELEMENTS, Unit
+from statestream.tensors.global_index import runs_of
+from statestream.tensors.local import local_of
+from statestream.tensors.sharding import around
+
+__all__ = ["ElementRanges"]
+
+
+class ElementRanges(Units):
+    """Keeps `inner`'s state in arenas and steps it through `device` in chunks of at most `budget` bytes."""
+
+    splits_parameters = True
+
+    def __init__(
+        self,
+        inner: FusedAdam,
+        device: Any,
+        budget: int | None,
+        cpu_fraction: float | str = 0.0,
+        cpu_threads: int | None = None,
+        offload_gradients: bool = False,
+    ):
+        super().__init__(inner, device, budget)
+        self.host = HostSide(self.store, cpu_fraction, cpu_threads, offload_gradients)
+        self.gradients = OffloadedGradients(self, cpu_threads) if offload_gradients else None
+        if self.gradients is not None:
+            self.hooks = self.gradients.hooks
+        self._counters: dict[int, Tensor] = {}
+        self._views: dict[int, dict[str, Any]] = {}
+        form = inner.form
+        scales = [scales_of(name) for name in STATES if form.dtype_of(name) in SCALED]
+        self.kinds = (*STATES, *([GRADS] if offload_gradients else []), *scales)
+        state, keeper, table = dict(inner.state), inner._keeper, inner._table
+        inner._keeper = HostKeeper(form, self)
+        inner._table = StepTable(inner._keeper, inner.rounding)
+        existing = {p: inner.state.pop(p) for p in state if isinstance(p, Tensor)}
+        try:
+            self.adopt({p: keeper.all_stored(p, values) for p, values in existing.items()})
+        except BaseException:  # no memory: the optimizer stays as it was
+            inner._keeper, inner._table = keeper, table
+            inner.state.clear()
+            inner.state.update(state)
+            raise
+
+    # ---- state ----
+
+    def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
+        """Makes host state for every trained parameter that has none, with values from `existing` (StateKeeper's
+        all_stored) where given."""
+        existing, takes = existing or {}, self.inner._table.takes
+        with torch.no_grad():
+            wanted = [p for p in self.params() if p in existing or (p.requires_grad and takes(p))]
+            self.reserve(wanted)
+            for param in wanted:
+                state = self.inner.state[param]
+                for name, value in existing.get(param, {}).items():
+                    if isinstance(value, Stored):
+                        self.inner._keeper.carry(value, self.inner._keeper.stored(param, name, state[name]))
+                    elif name == STEP:
+                        state[name].copy_(self.inner._keeper.step_in({STEP: value}))
+                    elif name not in STATES:  # a user's own, which is not streamed
+                        state[name] = value
+        if self.gradients is not None:
+            self.gradients.attend()
+
+    def reserve(self, params: Sequence[Tensor]) -> None:
+        """Host memory for those of `params` that have none yet: in one bank, but that masters of two dtypes, as a model
+        of bfloat16 and float16 parameters has with remainders, are in two. torch.save refuses views of one memory as
+        different types."""
+        members = list(self.params())
+        self.store.keep(members)
+        new = list({id(p): p for p in params if self.store.home(p) is None}.values())
+        if not new:
+            return
+        masters = {id(p): self.inner.form.dtypes(p).get(MASTER) for p in new}
+        first = next((dtype for dtype in masters.values() if dtype is not None), None)
+        for together in (True, False):
+            bank = [p for p in new if (masters[id(p)] in (None, first)) is together]
+            if bank:
+                self.store.add(self.kinds, [self._entry(param) for param in bank])
+        with torch.inference_mode(False):
+            counters = torch.zeros(len(new), dtype=torch.float32, device="cpu")
+        for param, counter in zip(new, counters, strict=True):
+            self._counters[id(param)] = counter
+        self._counters = {id(p): self._counters[id(p)] for p in members if id(p) in self._counters}
+        self._views = {id(p): self._views[id(p)] for p in members if id(p) in self._views}
+        self.host.prepare(self.device)
+
+    def _entry(self, param: Tensor) -> Entry:
+        grain_bytes, local = self._grain_bytes(param), local_of(param).numel()
+        grains = max(1, -(-max(prod(largest_shard(param)), local) // GRAIN_ELEMENTS))
+        unit = Unit(tuple(grains * b for b in grain_bytes), grains)
+        return Entry(param, unit, self._sizes(param))
+
+    def _grain_bytes(self, param: Tensor) -> list[int]:
+        """Bytes of each kind in a grain of the parameter's state."""
+        dtypes = self.inner.form.dtypes(param)
+        grain_bytes = [dtypes[kind].itemsize * GRAIN_ELEMENTS if kind in dtypes else 0 for kind in STATES]
+        if self.gradients is not None:
+            grain_bytes.append(GRAD_BYTES * GRAIN_ELEMENTS)
+        scaled = [name for name in STATES if scales_of(name) in self.kinds]
+        return grain_bytes + [torch.float32.itemsize if dtypes.get(name) in SCALED else 0 for name in scaled]
+
+    def _sizes(self, param: Tensor) -> tuple[int, ...]:
+        """Bytes of each kind of the local state of the parameter as it is now."""
+        grains = -(-local_of(param).numel() // GRAIN_ELEMENTS)
+        return tuple(grains * b for b in self._grain_bytes(param))
+
+    def close(self) -> None:
+        in_charge, inner = self.in_charge, self.inner
+        if self.gradients is not None:
+            self.gradients.clear()
+        super().close()
+        if in_charge:
+            inner._keeper = StateKeeper(inner.form)
+            inner._table = StepTable(inner._keeper, inner.rounding)
+
+    def drop(self, params: Iterable[Tensor]) -> None:
+        for param in params:
+            self._counters.pop(id(param), None)
+            self._views.pop(id(param), None)
+            self.inner._keeper.forget(param)
+        super().drop(params)
+
+    def take_over_gradients(self) -> None:
+        super().take_over_gradients()
+        if self.gradients is not None:
+            self.gradients.attend()
+
+    @torch.inference_mode(False)  # a view of inference mode could not be written outside of it
+    @torch.no_grad()
+    def views(self, param: Tensor) -> dict[str, Any]:
+        """The parameter's state as tensors in host memory, distributed as the parameter is."""
+        home = self.home_of(param)
+        local = local_of(param)
+        state: dict[str, Any] = {STEP: self._counters[id(param)]}
+        scales = {}
+        for name, dtype in self.inner.form.dtypes(param).items():
+            arena = home.bank.arenas[self.kinds.index(name)]
+            state[name] = around(arena.view(home.index, dtype, local), param)
+            if dtype in SCALED:
+                of_blocks = torch.empty(scale_count(local.numel()), dtype=torch.float32, device="meta")
+                arena = home.bank.arenas[self.kinds.index(scales_of(name))]
+                scales[name] = arena.view(home.index, torch.float32, of_blocks)
+        self.inner._keeper.forget(param)
+        if scales:
+            self.inner._keeper.scales[param] = scales
+        self._views[id(param)] = dict(state)
+        return state
+
+    def home_of(self, param: Tensor) -> Home:
+        """Where the parameter's state lies, with room for the parameter as it is now.
+
+        One that has no place gets one. So does one that changed, together with all others that did: a model's new
+        dtype leaves one bank, not a bank a parameter. Whoever holds views of the old place keeps its memory alive.
+        """
+        if not self._fits(param):
+            self.wait()
+            moving = [p for p in self.params() if self.store.home(p) is not None and not self._fits(p)]
+            for p in moving:
+                self.store.leave(p)
+                self._views.pop(id(p), None)  # they are of the place that it leaves, whatever its form is later
+            self.reserve([*moving, param])
+        return self.store.home(param)
+
+    def _fits(self, param: Tensor) -> bool:
+        home = self.store.home(param)
+        return home is not None and home.sizes == self._sizes(param)
+
+    def holds(self, param: Tensor, state: dict[str, Any]) -> bool:
+        """Whether these are the very tensors that `views` gave."""
+        views = self._views.get(id(param), {})
+        return bool(views) and all(state.get(name) is view for name, view in views.items())
+
+    def detached(self) -> FusedAdam:
+        twin = super().detached()
+        twin._hooks = None
+        twin._keeper = StateKeeper(self.inner.form)
+        for param, scales in self.inner._keeper.scales.items():
+            twin._keeper.scales[param] = compact_copy(scales)
+        twin.state = PromisedState(twin._make_state)
+        for param, state in self.inner.state.items():
+            twin.state[param] = {name: compact_copy(value) for name, value in state.items()}
+        return twin
+
+    @property
+    def host_bytes(self) -> int:
+        return self.store.nbytes - self.gradient_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        return sum(arena.nbytes for bank in self.store.banks for arena in bank.arenas if arena.kind == GRADS)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self.host.staging_bytes + (0 if self.gradients is None else self.gradients.staging.nbytes)
+
+    # ---- the step ----
+
+    def step(self, numbers: StepNumbers) -> None:
+        """One update of every parameter that has a gradient. Everything is checked before anything is changed."""
+        jobs = self._jobs(numbers.options)
+        if jobs:
+            self.host.prepare(self.device, jobs.keys())
+            layout = self.store.layout
+            whole = len(jobs) == len(layout.units)
+            flow = AdamFlow(self, layout, jobs, numbers.grad_scale)
+            stages = layout.stages(None if whole else jobs.keys())
+            host = self.host.share_of(self.device, flow)
+            self.took(layout.plan.ring_bytes)
+            try:
+                event = pipeline.run(self.device, layout.plan.ring_bytes, stages, flow, host)
+                self.charge.stored(self.device, event)
+            finally:
+                flow.commit()
+            if stages:
+                self.host.stepped(host, jobs.keys())
+            if self.gradients is not None:
+                self.gradients.clear()
+        elif self.gradients is None:
+            self.check_gradients()
+        for group in self.inner.param_groups:
+            group[STEP] += 1
+
+    def _jobs(self, options_of_groups: Sequence[AdamOptions]) -> dict[int, Job]:
+        """Work by unit of the plan."""
+        inner, table = self.inner, self.inner._table
+        inner.check_whole()
+        vars(inner).pop("_lent", None)  # the class has None
+        if self.gradients is not None:
+            self.gradients.gather()
+        with_grad = [p for p in self.params() if self._has_grad(p)]
+        names = self.names()
+        self.follow(with_grad)
+        new = [p for p in with_grad if self.store.home(p) is None]
+        if new:
+            for param in new:
+                table.check(param, names[id(param)])
+            self.wait()
+            self.reserve(new)
+        found: dict[int, Job] = {}  # by id first: a state that follows its parameter renumbers the units
+        ordinal = -1
+        for group, options in zip(inner.param_groups, options_of_groups, strict=True):
+            for param in group["params"]:
+                ordinal += 1
+                if id(param) not in found and self._has_grad(param):
+                    found[id(param)] = self._job(table, names[id(param)], param, options, ordinal)
+        for number, job in enumerate(found.values()):
+            job.number = number
+            if self.gradients is not None:  # now that no state moves any more
+                job.grad = self.gradients.sum_of(job.param)
+        return {self.store.home(job.param).unit: job for job in found.values()}
+
+    def _has_grad(self, param: Tensor) -> bool:
+        if self.gradients is not None:
+            return self.gradients.has(param)
+        return getattr(param, self.inner._grad_name, None) is not None
+
+    def _grad(self, table: StepTable, name: str, param: Tensor, local: Tensor) -> Tensor:
+        """The local gradient, checked."""
+        if self.gradients is not None:
+            self.gradients.check(param, name)
+            return self.gradients.sum_of(param)
+        return table.checked_grad(param, local, getattr(param, self.inner._grad_name), name)
+
+    def _job(self, table: StepTable, name: str, param: Tensor, options: AdamOptions, ordinal: int) -> Job:
+        local = table.check(param, name)
+        grad = self._grad(table, name, param, local)
+        state = self.inner.state[param]
+        self.inner._keeper.follow(param, state)
+        tensors = {kind: local_of(state[kind]) for kind in STATES if kind in state}
+        codes = [kernels.state_format_of(tensors[kind]) if kind in tensors else kernels.NONE for kind in STATES]
+        formats = Formats(kernels.format_of(local), kernels.format_of(grad), *codes)
+        has_master = formats.master in (kernels.FLOAT32, kernels.SCALED_FLOAT16)
+        kinds = [self.kinds.index(kind) if kind in tensors else -1 for kind in STATES]
+        for kind in STATES:
+            scaled = kind in tensors and tensors[kind].dtype in SCALED
+            kinds.append(self.kinds.index(scales_of(kind)) if scaled else -1)
+        job = Job(
+            name,
+            param,
+            local,
+            grad,
+            state[STEP],
+            formats,
+            options,
+            stochastic=table.rounding.of(formats),
+            refresh=has_master and bool(table.watch.written([param], [local])),
+            kinds=tuple(kinds),
+            grad_kind=-1 if self.gradients is None else self.kinds.index(GRADS),
+            ordinal=ordinal,
+        )
+        if job.needs_extras:
+            job.runs = runs_for(formats, runs_of(param))
+        return job

@@ -1,0 +1,1 @@
+"""Gradients that backward offloads."""

@@ -1,0 +1,1 @@
+"""Host memory for state, and where each parameter's lies."""

@@ -1,0 +1,1 @@
+"""Muon, in whole batches."""

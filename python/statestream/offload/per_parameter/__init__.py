@@ -1,0 +1,1 @@
+"""Any optimizer that steps each parameter by itself, some parameters at a time."""

@@ -1,0 +1,1 @@
+"""What the code needs of tensors: local parts and layouts, shards, quantised classes, writes, checked values."""
