@@ -27,7 +27,7 @@ def test_chunks_are_loaded_updated_and_stored_in_order_and_overlap(offloaded):
     with Timeline(offloaded) as timeline:
         offloaded.step()
     spans = {(span.what, span.chunk): span for span in timeline.spans}
-    chunks = len(offloaded.units.store.plan.chunks)
+    chunks = len(offloaded.strategy.store.plan.chunks)
     assert len(spans) == 3 * chunks and chunks > 5
     for k in range(chunks):
         load, update, store = (spans[what, k] for what in ("load", "update", "store"))

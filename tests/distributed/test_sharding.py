@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from statestream.tensors.sharding import around, local_ranges, local_share, placed_as
+from statestream.tensors.sharding import as_dtensor_like, local_ranges, redistribute_like, shard_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -54,7 +54,7 @@ def test_the_share_is_what_torch_would_cut_and_needs_no_copy(mesh_shape, placeme
     for rank in range(torch.Size(mesh_shape).numel()):
         with world(rank, mesh_shape) as mesh:
             judge = distribute_tensor(full, mesh, placements, src_data_rank=None)
-            share = local_share(full, judge, "exp_avg", "'w'")
+            share = shard_of(full, judge, "exp_avg", "'w'")
             assert torch.equal(share, judge.to_local())
             assert share.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
 
@@ -66,7 +66,7 @@ def test_the_share_of_two_cuts_of_one_dimension_taken_right_to_left(mesh_shape, 
     for rank in range(torch.Size(mesh_shape).numel()):
         with world(rank, mesh_shape) as mesh:
             judge = distribute_tensor(full, mesh, placements, src_data_rank=None)
-            assert torch.equal(local_share(full, judge, "exp_avg", "'w'"), judge.to_local())
+            assert torch.equal(shard_of(full, judge, "exp_avg", "'w'"), judge.to_local())
 
 
 def test_right_to_left_is_tensor_parallel_first_then_fsdp():
@@ -79,7 +79,7 @@ def test_right_to_left_is_tensor_parallel_first_then_fsdp():
             param = DTensor.from_local(
                 full[kept], mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
             )
-            assert torch.equal(local_share(full, param, "exp_avg", "'w'"), full[kept])
+            assert torch.equal(shard_of(full, param, "exp_avg", "'w'"), full[kept])
 
 
 def test_every_element_is_in_the_share_of_one_rank():
@@ -88,7 +88,7 @@ def test_every_element_is_in_the_share_of_one_rank():
     for rank in range(6):
         with world(rank, (3, 2)) as mesh:
             param = distribute_tensor(full, mesh, (Shard(1), Shard(0)), src_data_rank=None)
-            seen[local_share(full, param, "exp_avg", "'w'").flatten().long()] += 1
+            seen[shard_of(full, param, "exp_avg", "'w'").flatten().long()] += 1
     assert torch.equal(seen, torch.ones(full.numel()))
 
 
@@ -97,9 +97,9 @@ def test_a_rank_that_the_mesh_leaves_out_has_an_empty_share():
     with world(3, (4,)):
         mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1])
         param = distribute_tensor(full, mesh, (Shard(0),), src_data_rank=None)
-        assert local_share(full, param, "exp_avg", "'w'").numel() == 0
+        assert shard_of(full, param, "exp_avg", "'w'").numel() == 0
         assert local_ranges(param) == [[(0, 0)], [(0, 0)]]
-        state = around(torch.zeros_like(param.to_local()), param)
+        state = as_dtensor_like(torch.zeros_like(param.to_local()), param)
         assert state.shape == full.shape and state.to_local().numel() == 0
 
 
@@ -110,7 +110,7 @@ def test_a_dtensor_with_other_placements_is_refused_by_name(placements):
         value = distribute_tensor(full, mesh, (Shard(1),), src_data_rank=None)
         param = distribute_tensor(full, mesh, placements, src_data_rank=None)
         with pytest.raises(ValueError, match=r"exp_avg of 'w': placements .*checkpoint, which reshards"):
-            local_share(value, param, "exp_avg", "'w'")
+            shard_of(value, param, "exp_avg", "'w'")
 
 
 def test_a_dtensor_on_other_ranks_is_refused_and_on_an_equal_mesh_taken():
@@ -118,16 +118,16 @@ def test_a_dtensor_on_other_ranks_is_refused_and_on_an_equal_mesh_taken():
     with world(1, (4,)):
         meshes = [dist.device_mesh.DeviceMesh("cpu", order) for order in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 2, 1, 0])]
         param, same, reversed_ = (distribute_tensor(full, mesh, (Shard(0),), src_data_rank=None) for mesh in meshes)
-        assert torch.equal(local_share(same, param, "exp_avg", "'w'"), param.to_local())
+        assert torch.equal(shard_of(same, param, "exp_avg", "'w'"), param.to_local())
         with pytest.raises(ValueError, match="with other ranks"):
-            local_share(reversed_, param, "exp_avg", "'w'")
+            shard_of(reversed_, param, "exp_avg", "'w'")
 
 
 def test_a_dtensor_for_a_plain_parameter_is_refused_and_the_error_says_how_to_go_on():
     with world(0, (2,)) as mesh:
         value = distribute_tensor(values((8, 4)), mesh, (Shard(0),), src_data_rank=None)
         with pytest.raises(ValueError, match="full_tensor"):
-            local_share(value, values((8, 4)), "exp_avg", "'w'")
+            shard_of(value, values((8, 4)), "exp_avg", "'w'")
 
 
 @pytest.mark.parametrize(("dtype", "shape"), list(product([torch.float32, torch.int16], [(3, 5), (1, 16)])), ids=str)
@@ -136,7 +136,7 @@ def test_a_wrapped_tensor_has_the_mesh_placements_shape_and_stride_of_its_model_
         with world(rank, (4,)) as mesh:
             like = distribute_tensor(values(shape).bfloat16().t(), mesh, (Shard(0),), src_data_rank=None)
             local = torch.zeros_like(like.to_local(), dtype=dtype)
-            wrapped = around(local, like)
+            wrapped = as_dtensor_like(local, like)
             assert (wrapped.shape, wrapped.stride(), wrapped.dtype) == (like.shape, like.stride(), dtype)
             assert (wrapped.device_mesh, wrapped.placements) == (like.device_mesh, like.placements)
             assert wrapped.to_local().untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
@@ -145,7 +145,7 @@ def test_a_wrapped_tensor_has_the_mesh_placements_shape_and_stride_of_its_model_
 
 def test_a_negated_view_has_its_sign_in_the_share():
     values = torch.arange(1.0, 7.0)
-    share = local_share(torch._neg_view(values), torch.empty(6), "exp_avg", "parameter 0")
+    share = shard_of(torch._neg_view(values), torch.empty(6), "exp_avg", "parameter 0")
     assert not share.is_neg() and torch.equal(share, -values)
 
 
@@ -154,6 +154,6 @@ def test_a_gradient_that_is_placed_otherwise_is_redistributed_and_one_that_is_no
     with world(1, (4,)) as mesh:
         param = distribute_tensor(values((8, 4)), mesh, (Shard(0),), src_data_rank=None)
         grad = DTensor.from_local(torch.ones(8, 4 if placements != (Shard(1),) else 1), mesh, placements)
-        placed = placed_as(grad, param, "'w'")
+        placed = redistribute_like(grad, param, "'w'")
         assert placed.placements == param.placements and placed.to_local().shape == param.to_local().shape
-        assert placed_as(placed, param, "'w'") is placed
+        assert redistribute_like(placed, param, "'w'") is placed

@@ -209,7 +209,7 @@ def _state_bytes(optimizer: Any) -> int:
 def _refuses(optimizer: Any) -> str:
     """What the optimizer says, if it says that a load left it in part."""
     inner = getattr(optimizer, "inner", optimizer)
-    units = getattr(optimizer, "units", None)
+    units = getattr(optimizer, "strategy", None)
     if units is not None and units.torn:
         return "load"
     try:

@@ -61,23 +61,23 @@ FAULTS = {
     ),
     "state keeps the layout that the parameter had": (
         "state_keeper",
-        "StateKeeper._fits",
+        "StateFactory._fits",
         "or not same_layout(local, target)",
         "",
     ),
     "values are dropped where the form changes": (
         "state_keeper",
-        "StateKeeper.follow",
+        "StateFactory.follow",
         "if old.tensor.shape == param.shape:",
         "if False:",
     ),
     "remainders are read as numbers": (
         "state_keeper",
-        "StateKeeper.carry",
+        "StateFactory.carry",
         "or (a.dtype is torch.int16) != (b.dtype is torch.int16)",
         "",
     ),
-    "the host's state does not follow": ("offload.host_keeper", "HostKeeper.follow", "if fits and", "if fits or"),
+    "the host's state does not follow": ("offload.host_keeper", "HostStateFactory.follow", "if fits and", "if fits or"),
     "the last of an offloaded group is not counted": (
         "offload.adam_flow",
         "AdamFlow.commit",
@@ -86,7 +86,7 @@ FAULTS = {
     ),
     "an offloaded master is not refreshed": (
         "offload.element_ranges",
-        "ElementRanges._job",
+        "AdamStrategy._job",
         "refresh=has_master and",
         "refresh=False and",
     ),

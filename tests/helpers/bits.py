@@ -42,8 +42,8 @@ def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _scales(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
     optimizer = getattr(optimizer, "inner", optimizer)
-    keeper = getattr(optimizer, "_keeper", None)
-    return {} if keeper is None else keeper.scales.get(param, {})
+    factory = getattr(optimizer, "_keeper", None)
+    return {} if factory is None else factory.scales.get(param, {})
 
 
 def differences(a: dict[str, Any], b: dict[str, Any], *, ignoring: tuple[str, ...] = ()) -> list[str]:

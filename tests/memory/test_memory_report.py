@@ -144,7 +144,7 @@ def test_an_export_of_another_optimizer(snapshot):
 
 
 def test_one_pass_of_what_is_not_elementwise():
-    optimizer = CPUOffloadOptimizer(SignDescent(with_grads()), elementwise=False)
+    optimizer = CPUOffloadOptimizer(SignDescent(with_grads()), per_parameter=False)
     optimizer.step()
     report = optimizer.memory_report()
     assert report.host["momentum"] == 4 * ELEMENTS and report.step_device == 2 * 4 * ELEMENTS

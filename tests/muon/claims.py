@@ -17,7 +17,7 @@ from simulated_device.device import SimulatedDevice
 from statestream.offload import optimizer as optimizer_module
 from statestream.offload import strategy as units_module
 from statestream.offload.muon import strategy as muon_module
-from statestream.offload.muon.strategy import MuonBatches
+from statestream.offload.muon.strategy import MuonStrategy
 from statestream.streaming.plan import Plan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -55,8 +55,8 @@ def bits_are_those_of_the_optimizer(case: Case, folder: Path) -> None:
     def streamed(budget: int) -> Plan:
         mine = train(offloaded(case.run(mesh), budget))
         check_same(mine, plain)
-        assert isinstance(mine.optimizer.units, MuonBatches)
-        plan = mine.optimizer.units.store.plan
+        assert isinstance(mine.optimizer.strategy, MuonStrategy)
+        plan = mine.optimizer.strategy.store.plan
         assert all(other == plan for other in _gathered(plan)), f"step_chunk_bytes={budget}"
         return plan
 

@@ -44,7 +44,7 @@ def test_a_step_takes_the_ring_beside_what_the_optimizer_takes_itself_and_leaves
         own, _ = step_bytes(params, plain)
         params, inner = build(layout, mesh)
         optimizer = CPUOffloadOptimizer(inner, BUDGET)
-        plan = optimizer.units.store.plan
+        plan = optimizer.strategy.store.plan
         assert len(plan.chunks) > 2 and plan.ring_bytes <= BUDGET
         for _ in range(2):
             extra, kept = step_bytes(params, optimizer)

@@ -124,4 +124,4 @@ def test_after_an_error_in_a_step_the_rest_of_it_can_be_told(seed, on_device):
         mine.optimizer.step()
     device.settle()
     assert all(p.grad is g for p, g in zip(mine.params, grads, strict=True))
-    assert not mine.optimizer.units.torn and not device.live_bytes
+    assert not mine.optimizer.strategy.torn and not device.live_bytes

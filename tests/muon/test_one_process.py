@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from statestream import CPUOffloadOptimizer
-from statestream.offload.muon.strategy import MuonBatches
+from statestream.offload.muon.strategy import MuonStrategy
 
 from .cases import CASES, Case, Group, check_same, offloaded, train
 
@@ -16,12 +16,12 @@ from .cases import CASES, Case, Group, check_same, offloaded, train
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_the_optimizer(name, chunks):
     case = CASES[name]
-    each = offloaded(case.run(), 1).optimizer.units.store.plan
+    each = offloaded(case.run(), 1).optimizer.strategy.store.plan
     # A chunk gets a third of the budget.
     budget = {"one": None, "several": sum(c.nbytes for c in each.chunks), "each unit": 1}[chunks]
     mine = offloaded(case.run(), budget)
-    assert isinstance(mine.optimizer.units, MuonBatches)
-    plan = mine.optimizer.units.store.plan
+    assert isinstance(mine.optimizer.strategy, MuonStrategy)
+    plan = mine.optimizer.strategy.store.plan
     assert len(plan.chunks) == 1 if chunks == "one" else 1 < len(plan.chunks) <= len(each.chunks)
     check_same(train(mine), train(case.run()))
 
@@ -34,7 +34,7 @@ def test_a_matrix_is_never_split_and_one_that_is_larger_than_the_budget_is_repor
         RuntimeWarning, match=r"2 (Muon batches|matrices) need more than step_chunk_bytes=70000 .* 131072"
     ):
         optimizer = CPUOffloadOptimizer(run.optimizer, 70_000)
-    plan = optimizer.units.store.plan
+    plan = optimizer.strategy.store.plan
     assert [len(chunk.pieces) for chunk in plan.chunks] == [1, 1, 1]
     assert plan.ring_bytes == 2 * 64 * 256 * 4  # momentum, and room for the parameter
 
@@ -52,16 +52,16 @@ def test_groups_keep_number_and_order_in_every_chunk(monkeypatch):
     run = offloaded(case.run(), 1)
     inner, seen = run.optimizer.inner, []
     groups = list(inner.param_groups)
-    call = run.optimizer.units.call
+    call = run.optimizer.strategy.call
 
     def watched():
         assert [id(g) for g in inner.param_groups] == [id(g) for g in groups]
         seen.append(sum(len(g["params"]) for g in groups))
         call()
 
-    monkeypatch.setattr(run.optimizer.units, "call", watched)
+    monkeypatch.setattr(run.optimizer.strategy, "call", watched)
     train(run, range(1))
-    assert sum(seen) == len(run.params) and len(seen) == len(run.optimizer.units.store.plan.chunks) > 10
+    assert sum(seen) == len(run.params) and len(seen) == len(run.optimizer.strategy.store.plan.chunks) > 10
 
 
 def test_no_state_key_is_deleted_while_a_step_runs():
@@ -69,13 +69,13 @@ def test_no_state_key_is_deleted_while_a_step_runs():
     run = offloaded(case.run(), 1)
     inner = run.optimizer.inner
     keys = {p: list(inner.state[p]) for p in run.params}
-    call = run.optimizer.units.call
+    call = run.optimizer.strategy.call
 
     def watched():
         assert {p: list(inner.state[p]) for p in run.params} == keys
         call()
 
-    run.optimizer.units.call = watched
+    run.optimizer.strategy.call = watched
     train(run, range(2))
 
 
@@ -133,7 +133,7 @@ def test_state_that_someone_puts_in_is_taken_up(name):
             state.update({key: value * 3 for key, value in state.items()})
     plain, mine = (train(run, range(2, 4)) for run in runs)
     check_same(mine, plain)
-    blocks = {a.block.untyped_storage().data_ptr() for bank in mine.optimizer.units.store.banks for a in bank.arenas}
+    blocks = {a.block.untyped_storage().data_ptr() for bank in mine.optimizer.strategy.store.banks for a in bank.arenas}
     for state in mine.optimizer.state.values():
         assert {value.untyped_storage().data_ptr() for value in state.values()} <= blocks
 
@@ -144,7 +144,7 @@ def test_state_that_the_optimizer_makes_for_an_added_group_goes_to_host_memory()
     run.optimizer.add_param_group({"params": added[:1], "algorithm": "adamw"})
     run.optimizer.add_param_group({"params": added[1:]})
     for param in added:
-        home = run.optimizer.units.store.home(param)
+        home = run.optimizer.strategy.store.home(param)
         state = run.optimizer.state[param]
         for arena in home.bank.arenas:
             assert state[arena.kind].untyped_storage().data_ptr() == arena.block.untyped_storage().data_ptr()

@@ -9,7 +9,7 @@ from helpers.thread_ranks import run_on_threads
 from statestream.offload.muon import agreement
 from statestream.offload.muon import strategy as muon_module
 from statestream.offload.muon.agreement import check_partition, joined
-from statestream.offload.muon.strategy import MuonBatches
+from statestream.offload.muon.strategy import MuonStrategy
 from statestream.offload.muon.variants import TorchMuon, muon_layout
 from statestream.offload.per_parameter import subset
 from statestream.streaming import pipeline
@@ -42,7 +42,7 @@ def packed_twice(self, members):
 
 
 def test_a_packed_parameter_in_two_units_is_refused(monkeypatch):
-    monkeypatch.setattr(MuonBatches, "_together", packed_twice)
+    monkeypatch.setattr(MuonStrategy, "_together", packed_twice)
     with pytest.raises(RuntimeError, match=r"would update parameter 0 of group 0 \d times"):
         offloaded(CASES["batched, packed over several batches"].run(), 1)
 
@@ -50,21 +50,21 @@ def test_a_packed_parameter_in_two_units_is_refused(monkeypatch):
 def test_a_packed_parameter_is_not_stepped_twice_even_by_a_plan_that_says_so(monkeypatch):
     monkeypatch.setattr(muon_module, "check_partition", lambda *args: None)
     run = offloaded(CASES["batched, packed over several batches"].run(), 1)
-    whole = run.optimizer.units._stream
+    whole = run.optimizer.strategy._stream
 
     def twice(jobs, chosen):
         whole(jobs, chosen)
         whole(jobs, chosen)
 
-    run.optimizer.units._stream = twice
+    run.optimizer.strategy._stream = twice
     with pytest.raises(RuntimeError, match="about to be updated twice in one step"):
         train(run, range(1))
 
 
 def test_a_parameter_left_out_of_a_step_is_an_error():
     run = offloaded(CASES["batched"].run(), 1)
-    whole = run.optimizer.units._stream
-    run.optimizer.units._stream = lambda jobs, chosen: whole(dict(list(jobs.items())[1:]), chosen)
+    whole = run.optimizer.strategy._stream
+    run.optimizer.strategy._stream = lambda jobs, chosen: whole(dict(list(jobs.items())[1:]), chosen)
     with pytest.raises(RuntimeError, match=r"\d+ parameters of \d+ with a gradient were updated"):
         train(run, range(1))
 
@@ -128,7 +128,7 @@ def test_a_plan_that_leaves_a_unit_out_or_repeats_one_is_no_partition():
 
 def test_a_plan_is_described_by_what_all_ranks_know():
     case = Case("megabatched", [Group([(64, 256)] * 2, options={}), EMPTY, ADAMW], dtype=torch.bfloat16)
-    units = offloaded(case.run(), 1).optimizer.units
+    units = offloaded(case.run(), 1).optimizer.strategy
     params = [p for bank in units.store.banks for p in bank.units]
     lines = agreement.describe(units.store.plan, params).splitlines()
     assert lines[0] == "chunk 0: 65536 bytes, 1 of 64x256 bfloat16"

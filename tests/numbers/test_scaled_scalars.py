@@ -24,7 +24,7 @@ def all_scales(kind: Kind, root: bool, every: int = 1) -> np.ndarray:
     return np.unique(np.concatenate([scales[::every], scales[:2], scales[-2:]]))
 
 
-def around(numbers: np.ndarray) -> np.ndarray:
+def as_dtensor_like(numbers: np.ndarray) -> np.ndarray:
     """FP32 numbers, and two neighbours on either side."""
     patterns = np.minimum(numbers, 3.4e38).astype(np.float32).view(np.int32)[:, None] + np.arange(-2, 3)
     return np.abs(patterns).ravel().astype(np.int32).view(np.float32)
@@ -34,7 +34,7 @@ def boundaries(kind: Kind) -> np.ndarray:
     """Beside every number of the kind and every halfway case, both signs, and what is special."""
     numbers = judge.magnitudes(kind)
     middles = (numbers[1:] + numbers[:-1]) / 2
-    x = around(np.concatenate([numbers, middles]))
+    x = as_dtensor_like(np.concatenate([numbers, middles]))
     specials = np.array([0.0, np.inf, np.nan, 1e-45, 1e-38, 3.4e38, 65519.0, 65520.0, 465.0], np.float32)
     x = np.concatenate([x, specials])
     return np.concatenate([x, -x])
@@ -96,12 +96,16 @@ def test_the_judge_of_nearest_agrees_with_numpy_and_torch():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_scale_is_the_smallest_power_of_two_that_fits(kind, root):
     largest = judge.magnitudes(kind)[-1]
-    edges = around(np.concatenate([np.ldexp(largest, np.arange(-149, 120)), np.ldexp(1.0, np.arange(-149, 128))]))
+    edges = as_dtensor_like(
+        np.concatenate([np.ldexp(largest, np.arange(-149, 120)), np.ldexp(1.0, np.arange(-149, 128))])
+    )
     edges = np.concatenate([edges, [0.0, 3.4028235e38, 1e-45]]).astype(np.float32)
     edges = edges[np.isfinite(edges)]
     if root:
         with np.errstate(over="ignore"):
-            edges = np.concatenate([edges, around((edges * edges)[np.isfinite(edges * edges)])]).astype(np.float32)
+            edges = np.concatenate([edges, as_dtensor_like((edges * edges)[np.isfinite(edges * edges)])]).astype(
+                np.float32
+            )
         edges = edges[np.isfinite(edges)]
     want = [judge.scale_of(kind, x[None], root=root) for x in edges]
     got = scalars.scale(kind.bits, edges, root=root)

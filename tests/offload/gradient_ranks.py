@@ -86,7 +86,7 @@ def check(net, optimizer, reference, synchronised, steps=2):
                 backward(model, 4 * step + micro_batch)
             assert all(p.grad is None for p in net.parameters()), "a gradient is left on the device"
             if micro_batch in synchronised:
-                assert optimizer.units.gradients.has(net.first.weight), "FSDP2 ran no hook"
+                assert optimizer.strategy.gradients.has(net.first.weight), "FSDP2 ran no hook"
             reference.take()
         norm, right = optimizer.clip_grad_norm_(1.0), reference.norm()
         assert right > 2.0, "nothing is clipped"
@@ -183,7 +183,7 @@ def gradients_on_their_way_keep_little_of_the_device(folder):
                 within = buffers.most <= 20_000 and buffers.held <= 20_000
                 assert within or broken, f"{buffers.most} bytes are kept in backward, {buffers.held} after it"
             assert not broken or not within, "nothing would be kept anyhow"
-            assert optimizer.units.gradients.staging.nbytes
+            assert optimizer.strategy.gradients.staging.nbytes
     finally:
         staging.SLOT_BYTES, staging.HELD_BYTES = rooms
         staging.GradientStaging.release = release
@@ -210,7 +210,7 @@ def norms_are_of_the_whole_on_every_rank_whatever_the_placements(folder):
         half = whole[4].clone()
         if dist.get_rank():  # the other rank's columns count, its own it never computed
             params[4].grad = None
-            optimizer.units.gradients.clear()
+            optimizer.strategy.gradients.clear()
         half[:, 2:] = 0
         expected = torch.cat([v.flatten() for v in (*whole[:4], half)]).norm(norm_type)
         norm = optimizer.clip_grad_norm_(1.0, norm_type)

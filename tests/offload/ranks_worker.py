@@ -92,7 +92,7 @@ def resumed(name, dtype, chunk, path, flatten, mesh):
     reference, net = model(name, dtype, mesh), model(name, dtype, mesh)
     plain = make(reference.parameters())
     optimizer = CPUOffloadOptimizer(make(net.parameters()), chunk)
-    assert everywhere_equal(optimizer.units.store.plan), "ranks have different plans"
+    assert everywhere_equal(optimizer.strategy.store.plan), "ranks have different plans"
     train(reference, plain, range(3))
     train(net, optimizer, range(3))
     assert_same(net, optimizer, reference, plain)
@@ -163,7 +163,7 @@ def five_steps_with_a_save_and_a_load_in_the_middle(folder, name, dtypes=("mixed
         for chunk in (1, 20_000, None):
             params, others = sharded_params(dtype, mesh), sharded_params(dtype, mesh)
             first = CPUOffloadOptimizer(make(params), chunk)
-            assert everywhere_equal(first.units.store.plan), "ranks have different plans"
+            assert everywhere_equal(first.strategy.store.plan), "ranks have different plans"
             train_sharded(first, params, range(3), missing)
             with torch.no_grad():
                 for q, p in zip(others, params, strict=True):
@@ -186,7 +186,7 @@ def gradients_missing_on_one_rank_alone_move_no_cut_and_hang_nothing(folder, nam
 
     for o, ps in ((optimizer, params), (plain, reference)):
         train_sharded(o, ps, range(4), missing)
-    assert everywhere_equal(optimizer.units.store.plan)
+    assert everywhere_equal(optimizer.strategy.store.plan)
     assert_same_params(params, optimizer, reference, plain)
 
 

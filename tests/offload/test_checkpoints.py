@@ -109,7 +109,7 @@ def test_a_snapshot_keeps_its_values_and_live_views_do_not(make):
     kept = [bits(t).clone() for t in tensors_of(saved)]
     train(optimizer, params, range(2, 4))
     assert all(torch.equal(a, bits(b)) for a, b in zip(kept, tensors_of(saved), strict=True))
-    arenas = {a.block.untyped_storage().data_ptr() for b in optimizer.units.store.banks for a in b.arenas}
+    arenas = {a.block.untyped_storage().data_ptr() for b in optimizer.strategy.store.banks for a in b.arenas}
     assert not arenas & {t.untyped_storage().data_ptr() for t in tensors_of(saved)}
 
 
@@ -119,7 +119,7 @@ def test_live_views_cost_no_memory_and_follow_the_steps(name):
     optimizer = CPUOffloadOptimizer(MAKERS[name](params), CHUNK, state_dict_snapshot=False)
     train(optimizer, params, range(2))
     saved = optimizer.state_dict()
-    arenas = {a.block.untyped_storage().data_ptr() for b in optimizer.units.store.banks for a in b.arenas}
+    arenas = {a.block.untyped_storage().data_ptr() for b in optimizer.strategy.store.banks for a in b.arenas}
     moments = [s["exp_avg"] for s in saved["state"].values()]
     assert {t.untyped_storage().data_ptr() for t in moments} <= arenas
     before = moments[0].clone()
@@ -132,13 +132,13 @@ def test_a_load_writes_into_the_same_host_memory(make):
     source, optimizer = CPUOffloadOptimizer(make(params), CHUNK), CPUOffloadOptimizer(make(others), CHUNK)
     train(source, params, range(3))
     train(optimizer, others, [7])
-    arenas = [a for b in optimizer.units.store.banks for a in b.arenas]
+    arenas = [a for b in optimizer.strategy.store.banks for a in b.arenas]
     addresses = [a.block.data_ptr() for a in arenas]
     old_lr = 0.02
     source.param_groups[0]["lr"] = old_lr
     optimizer.load_state_dict(source.state_dict())
     assert optimizer.param_groups[0]["lr"] == old_lr
-    assert [a for b in optimizer.units.store.banks for a in b.arenas] == arenas
+    assert [a for b in optimizer.strategy.store.banks for a in b.arenas] == arenas
     assert [a.block.data_ptr() for a in arenas] == addresses
     storages = {a.block.untyped_storage().data_ptr() for a in arenas}
     for p, q in zip(params, others, strict=True):

@@ -122,8 +122,8 @@ def test_an_interrupt_from_the_keyboard_waits_for_the_end_of_the_step(make, step
     train(plain, reference, range(step + 1))
     set_grads(params, step)
     grads = [p.grad for p in params]
-    interrupt_at(optimizer.units.device, "copy")
-    interrupt_at(optimizer.units.device, "computing")
+    interrupt_at(optimizer.strategy.device, "copy")
+    interrupt_at(optimizer.strategy.device, "computing")
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert all(p.grad is g for p, g in zip(params, grads, strict=True))
@@ -134,9 +134,9 @@ def test_an_interrupt_from_the_keyboard_waits_for_the_end_of_the_step(make, step
 @pytest.mark.usefixtures("keyboard")
 def test_an_interrupt_carries_the_error_of_the_step():
     params = make_params()
-    optimizer = CPUOffloadOptimizer(SignDescent(params), 60_000, elementwise=True)
+    optimizer = CPUOffloadOptimizer(SignDescent(params), 60_000, per_parameter=True)
     optimizer.inner.fail_at = params[3].numel()
-    interrupt_at(optimizer.units.device, "computing")
+    interrupt_at(optimizer.strategy.device, "computing")
     with pytest.raises(KeyboardInterrupt) as caught:
         train(optimizer, params, [0])
     assert isinstance(caught.value.__context__, ArithmeticError)
@@ -145,7 +145,7 @@ def test_an_interrupt_carries_the_error_of_the_step():
 def test_a_programs_own_handler_is_called_at_once():
     params, calls, seen = make_params(), [], []
     optimizer = CPUOffloadOptimizer(MAKERS["adamw"](params), CHUNK)
-    interrupt_at(optimizer.units.device, "computing", lambda: seen.append(len(calls)))
+    interrupt_at(optimizer.strategy.device, "computing", lambda: seen.append(len(calls)))
     before = signal.signal(signal.SIGINT, lambda *_: calls.append(1))
     try:
         train(optimizer, params, [0])
@@ -154,12 +154,14 @@ def test_a_programs_own_handler_is_called_at_once():
     assert seen and seen == list(range(1, len(seen) + 1))
 
 
-@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize("per_parameter", [True, False])
 @pytest.mark.parametrize("step", [0, 2])
-def test_a_step_that_fails_in_the_middle_of_a_chunk_is_undone(step, elementwise):
+def test_a_step_that_fails_in_the_middle_of_a_chunk_is_undone(step, per_parameter):
     """The chunk's other parameters were updated already, the failing one and its state were spoilt."""
     params = make_params()
-    optimizer = CPUOffloadOptimizer(SignDescent(params), None if not elementwise else 60_000, elementwise=elementwise)
+    optimizer = CPUOffloadOptimizer(
+        SignDescent(params), None if not per_parameter else 60_000, per_parameter=per_parameter
+    )
     train(optimizer, params, range(step))
     before = [p.detach().clone() for p in params]
     states = [{k: v.clone() for k, v in optimizer.state.get(p, {}).items()} for p in params]
@@ -302,7 +304,7 @@ def torn_adamw(on_device):
     device.left = 2  # loads of the first chunk
     with pytest.raises(RuntimeError, match="lost"):
         optimizer.step()
-    assert optimizer.units.torn == ["parameter 0 of group 0"]
+    assert optimizer.strategy.torn == ["parameter 0 of group 0"]
     return device, optimizer, params, saved
 
 
@@ -315,7 +317,7 @@ def torn(on_device):
     saved = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(RuntimeError, match="lost") as raised:
         optimizer.step()
-    assert optimizer.units.torn == ["parameter 0 of group 0"]
+    assert optimizer.strategy.torn == ["parameter 0 of group 0"]
     if hasattr(raised.value, "__notes__"):
         assert raised.value.__notes__ == ["updated in part: parameter 0 of group 0"]
     return device, optimizer, params, saved
@@ -334,7 +336,7 @@ def test_a_kernel_that_did_not_start_is_no_update(on_device):
     with pytest.raises(RuntimeError, match="lost"):
         optimizer.step()
     device.left = 10**6
-    assert optimizer.units.torn == [] and float(optimizer.state[param]["step"]) == 0.0
+    assert optimizer.strategy.torn == [] and float(optimizer.state[param]["step"]) == 0.0
     optimizer.step()
 
 
@@ -405,7 +407,7 @@ def test_a_load_that_ends_in_the_optimizers_own_code_leaves_all_as_it_was():
                 raise KeyError("an option is missing")
 
     params, reference, refuse = make_params(), make_params(), False
-    optimizer = CPUOffloadOptimizer(Strict(params, lr=0.1), 20_000, elementwise=True)
+    optimizer = CPUOffloadOptimizer(Strict(params, lr=0.1), 20_000, per_parameter=True)
     plain = torch.optim.AdamW(reference, lr=0.1)
     for o, ps in ((optimizer, params), (plain, reference)):
         train(o, ps, [0])

@@ -100,7 +100,7 @@ def an_optimizer(memory):
     device = HostDevice()
     device.memory = memory
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("optimizer", "units"):
+        for module in ("optimizer", "strategy"):
             patch.setattr(f"statestream.offload.{module}.device_for", lambda _: device)
         params = make_params(torch.bfloat16)
         optimizer = CPUOffloadOptimizer(FusedAdam(params, master_weights=True), 20_000)

@@ -76,9 +76,9 @@ KINDS = {
     "offloaded fused AdamW": (FP32, offloaded(lambda params: torch.optim.AdamW(params, fused=True))),
     "offloaded SGD": (FP32, offloaded(lambda params: torch.optim.SGD(params, momentum=0.9))),
     "offloaded Muon": (FP32, offloaded(torch.optim.Muon)),
-    "someone's own": (FP32, offloaded(Momentum, elementwise=True)),
-    "learnt from zeros": (FP32, offloaded(NeedsData, elementwise=True)),
-    "one pass": (FP32, offloaded(Momentum, None, elementwise=False)),
+    "someone's own": (FP32, offloaded(Momentum, per_parameter=True)),
+    "learnt from zeros": (FP32, offloaded(NeedsData, per_parameter=True)),
+    "one pass": (FP32, offloaded(Momentum, None, per_parameter=False)),
 }
 
 
@@ -193,7 +193,7 @@ class Failing(Beyond):
 
 def failed(optimizer, params) -> None:
     steps(optimizer, params)
-    units = getattr(optimizer, "units", None)
+    units = getattr(optimizer, "strategy", None)
     backward(params)
     if units is not None:
         device, units.device = units.device, Failing()
@@ -258,7 +258,7 @@ def changed(optimizer, params) -> None:
 
 
 def recorded(optimizer, params):
-    if not hasattr(optimizer, "units"):
+    if not hasattr(optimizer, "strategy"):
         return None
     with Timeline(optimizer) as timeline:
         steps(optimizer, params)
@@ -279,7 +279,7 @@ def left_of(kind: str, use) -> str:
     kept = use(optimizer, params)
     for number in range(len(params)):
         params[number].grad = None
-    inner, units = getattr(optimizer, "inner", optimizer), getattr(optimizer, "units", None)
+    inner, units = getattr(optimizer, "inner", optimizer), getattr(optimizer, "strategy", None)
     state = [v for s in dict.values(inner.state) for v in s.values() if isinstance(v, torch.Tensor)]
     if units is not None:
         state += [arena.block for bank in units.store.banks for arena in bank.arenas]
@@ -355,7 +355,7 @@ def test_state_that_is_held_longer_than_its_optimizer_can_be_read(kind):
 def test_the_optimizer_inside_is_its_own_again_once_the_one_over_it_is_gone(kind):
     dtype, make = KINDS[kind]
     params, reference = make_params(dtype, SHAPES), make_params(dtype, SHAPES)
-    optimizer, plain = make(params), copy.deepcopy(make(reference).units.detached())
+    optimizer, plain = make(params), copy.deepcopy(make(reference).strategy.detached())
     reference = [p for group in plain.param_groups for p in group["params"]]
     train(optimizer, params, [0])
     train(plain, reference, range(3))

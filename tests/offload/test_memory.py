@@ -231,7 +231,7 @@ def test_each_parameter_begins_on_a_boundary_of_256_elements():
     """After a bias of 13 elements the next matrix still takes the vector path: 128-bit accesses."""
     params = make_params(torch.bfloat16, shapes=[(13,), (64, 64), (7,), (300,)])
     optimizer = CPUOffloadOptimizer(FusedAdam(params, master_weights=True, exp_avg_dtype="bf16"), 5_000)
-    for bank in optimizer.units.store.banks:
+    for bank in optimizer.strategy.store.banks:
         for arena in bank.arenas:
             base = arena.block.data_ptr()
             for index in range(len(params)):
@@ -239,7 +239,7 @@ def test_each_parameter_begins_on_a_boundary_of_256_elements():
                 assert arena.offsets[index] % (GRAIN_ELEMENTS * itemsize) == 0
                 assert (base + arena.offsets[index]) % 256 == 0
     rows = []
-    device = optimizer.units.device
+    device = optimizer.strategy.device
     launch = device.launch
 
     def launch_and_note(function, torch_device, table, *rest):

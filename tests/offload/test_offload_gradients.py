@@ -138,7 +138,7 @@ def test_a_gradient_is_gone_before_the_next_is_made(where):
         p.register_post_accumulate_grad_hook(lambda p: left.append([q.grad is not None for q in params]))
     backward(params, 0)
     assert len(left) == len(params) and not any(map(any, left))
-    assert optimizer.units.gradients.has(params[0])
+    assert optimizer.strategy.gradients.has(params[0])
 
 
 def test_gradients_in_flight_are_let_go_once_they_have_arrived(where):
@@ -357,7 +357,7 @@ def test_a_model_that_moves_to_another_device_between_micro_batches(on_device):
 
     first.copy = gone
     reference.add(backward(params, 1))
-    assert optimizer.units.device is second
+    assert optimizer.strategy.device is second
     assert started, "copies of a device that was left were not waited for there"
     optimizer.step()
     reference.step()
@@ -463,7 +463,7 @@ def test_hooks_and_memory_go_with_the_optimizer(where):
     params, optimizer, _ = pair()
     backward(params, 0)
     optimizer.step()
-    memory = optimizer.units.device.memory
+    memory = optimizer.strategy.device.memory
     del optimizer
     assert not any(p._post_accumulate_grad_hooks for p in params)
     assert not list(memory._mappings)
@@ -529,7 +529,7 @@ def test_a_step_moves_gradients_up_once_and_never_back(fraction, on_device):
     for _ in range(2):  # in the first step weights come down, to be compared with their masters
         device.count_anew()
         backward(params, 0)
-        optimizer.units.gradients.flush()
+        optimizer.strategy.gradients.flush()
         assert tuple(device.moved.values()) == (0, 0, 2 * n, 0)
         device.count_anew()
         optimizer.step()

@@ -128,7 +128,7 @@ def check_fault(seed: int, fail_at: int, on_device, shared: bool = False) -> Non
         expected = stepped(case, before, step)
         for i, (old, new, right) in enumerate(zip(before, after, expected, strict=True)):
             assert same(new, old) or same(new, right), f"seed {seed}, fail_at {fail_at}: parameter {i} is torn"
-        assert not case.optimizer.units.torn and not case.device.live_bytes
+        assert not case.optimizer.strategy.torn and not case.device.live_bytes
         if not failed:
             assert all(same(a, b) for a, b in zip(after, expected, strict=True))
     assert failed
@@ -148,8 +148,8 @@ SCALES = " scales"
 
 
 def scales_of(optimizer):
-    keeper = getattr(getattr(optimizer, "inner", optimizer), "_keeper", None)
-    return {} if keeper is None else keeper.scales
+    factory = getattr(getattr(optimizer, "inner", optimizer), "_keeper", None)
+    return {} if factory is None else factory.scales
 
 
 def stepped(case, before, step):
@@ -204,7 +204,7 @@ def test_code_of_the_optimizer_itself_that_raises_in_any_chunk(on_device):
         params = make_params(shapes=SHAPES)
         device = on_device(SimulatedDevice(seed))
         budget = r.choice((1, 10_000, 20_000, None))
-        optimizer = CPUOffloadOptimizer(SignDescent(params), budget, elementwise=True)
+        optimizer = CPUOffloadOptimizer(SignDescent(params), budget, per_parameter=True)
         for step in range(r.randrange(3)):
             set_grads(params, step)
             optimizer.step()
@@ -218,7 +218,7 @@ def test_code_of_the_optimizer_itself_that_raises_in_any_chunk(on_device):
         optimizer.inner.fail_at = None
         device.settle()
         assert all(p.grad is g for p, g in zip(params, grads, strict=True))
-        assert not optimizer.units.torn and not device.live_bytes
+        assert not optimizer.strategy.torn and not device.live_bytes
         after = snapshot(optimizer, params)
         right = stepped_from(before, 7, optimizer.param_groups[0]["step"] - 1)
         for i, (old, new, other) in enumerate(zip(before, after, right, strict=True)):

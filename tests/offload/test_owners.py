@@ -55,7 +55,7 @@ SECONDS = {
     "in host memory": lambda params: CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 5_000),
     "plain": lambda params: FusedAdam(params, lr=0.1),
     "an AdamW in host memory": lambda params: CPUOffloadOptimizer(torch.optim.AdamW(params, lr=0.1)),
-    "in one pass": lambda params: CPUOffloadOptimizer(torch.optim.AdamW(params, lr=0.1), elementwise=False),
+    "in one pass": lambda params: CPUOffloadOptimizer(torch.optim.AdamW(params, lr=0.1), per_parameter=False),
 }
 
 
@@ -615,7 +615,7 @@ def test_copies_step_by_themselves(how, of_inner, pair):
     train(optimizer, params, [0])
     source = inner if of_inner else optimizer
     if how == "detached":
-        twin = optimizer.units.detached()
+        twin = optimizer.strategy.detached()
     else:
         twin = copy.deepcopy(source) if how == "deepcopy" else pickle.loads(pickle.dumps(source))
     own = [p for group in twin.param_groups for p in group["params"]]
@@ -633,7 +633,7 @@ def test_a_third_partys_step_may_call_its_base_classs(recwarn):
             super().step(closure)
 
     params, reference = make_params(), make_params()
-    optimizer = CPUOffloadOptimizer(Base(params, lr=0.1, momentum=0.9), None, elementwise=True)
+    optimizer = CPUOffloadOptimizer(Base(params, lr=0.1, momentum=0.9), None, per_parameter=True)
     plain = torch.optim.SGD(reference, lr=0.1, momentum=0.9)
     for each, own in ((optimizer, params), (plain, reference)):
         train(each, own, range(3))

@@ -75,7 +75,7 @@ def test_tensors_that_a_trainer_puts_in_the_state_are_taken_back(name, then):
         if then == "step":
             train(o, ps, [2])
     saved = optimizer.state_dict()
-    storages = {a.block.untyped_storage().data_ptr() for b in optimizer.units.store.banks for a in b.arenas}
+    storages = {a.block.untyped_storage().data_ptr() for b in optimizer.strategy.store.banks for a in b.arenas}
     assert all(optimizer.state[p]["exp_avg"].untyped_storage().data_ptr() in storages for p in params)
     for i, state in plain.state_dict()["state"].items():
         for key, value in state.items():
@@ -109,7 +109,7 @@ def test_an_older_group_may_go_and_a_newer_one_stay(name):
         ps[:3] = make_params(seed=4)[:3]
         o.param_groups[0]["params"][:] = ps[:3]
         train(o, ps, [2, 3])
-    assert len(optimizer.units.store.banks) == 2
+    assert len(optimizer.strategy.store.banks) == 2
     assert_same_training(params, optimizer, reference, plain)
 
 
@@ -179,8 +179,8 @@ def test_a_model_that_changes_its_dtype(make, new):
             p.data = p.data.to(new)
         train(o, ps, [1, 2])
     assert_same_training(params, optimizer, reference, plain)
-    assert len(optimizer.units.store.banks) == 1, "each parameter has a bank of its own now"
-    live = {a.block.untyped_storage().data_ptr() for b in optimizer.units.store.banks for a in b.arenas}
+    assert len(optimizer.strategy.store.banks) == 1, "each parameter has a bank of its own now"
+    live = {a.block.untyped_storage().data_ptr() for b in optimizer.strategy.store.banks for a in b.arenas}
     for p in params:
         for name, value in optimizer.state[p].items():
             assert not value.dim() or value.untyped_storage().data_ptr() in live, name
@@ -196,15 +196,15 @@ def test_state_of_a_model_that_moves_to_a_gpu_is_pinned_then(name, on_device):
     pinning = Pinning()
     gpu = on_device(HostDevice())
     gpu.memory = HostMemory(pinning.pin, pinning.unpin)
-    optimizer.units.device.torch_device = torch.device("cuda")  # as if the parameters had been elsewhere until now
+    optimizer.strategy.device.torch_device = torch.device("cuda")  # as if the parameters had been elsewhere until now
     train(optimizer, params, range(1, 3))
     train(plain, reference, range(1, 3))
     assert_same_training(params, optimizer, reference, plain)
-    assert optimizer.units.device is gpu
+    assert optimizer.strategy.device is gpu
     assert optimizer.pinned_bytes == optimizer.host_state_bytes == sum(pinning.pinned.values())
     optimizer.add_param_group({"params": make_params(torch.bfloat16, shapes=[(700,)], seed=5)})
     assert optimizer.pinned_bytes == optimizer.host_state_bytes == sum(pinning.pinned.values())
-    for bank in optimizer.units.store.banks:
+    for bank in optimizer.strategy.store.banks:
         for arena in bank.arenas:
             assert pinning.pinned.get(arena.block.data_ptr(), 0) == arena.nbytes
     del optimizer, bank, arena
@@ -308,7 +308,7 @@ def test_a_copy_to_be_pickled_has_scales_of_its_own():
     optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1, exp_avg_dtype="fp8"), 20_000)
     set_grads(params, 0)
     optimizer.step()
-    mine, theirs = optimizer.inner._keeper.scales, optimizer.units.detached()._keeper.scales
+    mine, theirs = optimizer.inner._factory.scales, optimizer.strategy.detached()._factory.scales
     for param in params:
         assert mine[param].keys() == theirs[param].keys() == {"exp_avg"}
         assert_same_values(mine[param]["exp_avg"], theirs[param]["exp_avg"])
@@ -354,7 +354,7 @@ def test_the_largest_shard_is_that_of_the_rank_which_has_most(mesh_shape, placem
 
 def test_another_share_of_the_host_is_another_plan():
     params = make_params()
-    store = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 20_000).units.store
+    store = CPUOffloadOptimizer(FusedAdam(params, lr=0.1), 20_000).strategy.store
     whole = sum(chunk.nbytes for chunk in store.plan.chunks)
     store.share(0.5)
     half = sum(chunk.nbytes for chunk in store.plan.chunks)
@@ -369,7 +369,7 @@ def test_every_rank_makes_the_same_plan_of_uneven_shards():
         with world(rank, (4,)) as mesh:
             full = [torch.zeros(shape) for shape in ((5, 1000), (3, 700), (16, 100))]
             params = [Parameter(distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None)) for t in full]
-            plans.append(CPUOffloadOptimizer(FusedAdam(params), 20_000).units.store.plan)
+            plans.append(CPUOffloadOptimizer(FusedAdam(params), 20_000).strategy.store.plan)
     assert plans[1:] == plans[:1] * 3
 
 

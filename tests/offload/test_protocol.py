@@ -42,7 +42,7 @@ def test_it_is_an_optimizer_and_shares_groups_state_and_defaults(make):
 def test_wrapping_adds_no_group_key_or_default():
     inner = SignDescent(make_params())
     keys, defaults = set(inner.param_groups[0]), dict(inner.defaults)
-    optimizer = CPUOffloadOptimizer(inner, elementwise=True)
+    optimizer = CPUOffloadOptimizer(inner, per_parameter=True)
     assert set(optimizer.param_groups[0]) == keys and optimizer.defaults == defaults
 
 
@@ -246,7 +246,7 @@ def test_a_copy_goes_on_by_itself(make, how):
     copied = [p for g in other.param_groups for p in g["params"]]
     train(other, copied, range(2, 4))
     assert_same_training(copied, other, reference, plain)
-    assert other.step_chunk_bytes == CHUNK and other.units.store is not optimizer.units.store
+    assert other.step_chunk_bytes == CHUNK and other.strategy.store is not optimizer.strategy.store
     train(optimizer, params, range(2, 4))  # and the copy has not touched the original
     assert_same_training(params, optimizer, reference, plain)
 
@@ -267,7 +267,7 @@ def test_host_memory_goes_with_the_optimizer(make):
     params = make_params()
     optimizer = CPUOffloadOptimizer(make(params), CHUNK)
     train(optimizer, params, [0])
-    blocks = [weakref.ref(a.block) for b in optimizer.units.store.banks for a in b.arenas]
+    blocks = [weakref.ref(a.block) for b in optimizer.strategy.store.banks for a in b.arenas]
     del optimizer
     assert all(block() is None for block in blocks)
 

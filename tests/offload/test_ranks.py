@@ -60,7 +60,7 @@ def test_every_rank_makes_the_same_plan(make, fake_ranks):
             for shape in ((5, 1024), (1, 16), (64, 64), (13,), (10, 300))
         ]
         optimizer = CPUOffloadOptimizer(make(params), 50_000)
-        plans.append(optimizer.units.store.plan)
+        plans.append(optimizer.strategy.store.plan)
         local_bytes.append(optimizer.host_state_bytes)
     assert all(plan == plans[0] for plan in plans)
     assert len(plans[0].chunks) > 2

@@ -26,10 +26,10 @@ def test_capturable_and_differentiable_are_refused_by_name():
 @pytest.mark.parametrize(("bytes_", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), (1.5, TypeError)])
 def test_a_budget_that_is_no_number_of_bytes_is_refused(bytes_, error):
     inner = FusedAdam(make_params())
-    form = inner.form
+    form = inner.state_format
     with pytest.raises(error, match="step_chunk_bytes"):
         CPUOffloadOptimizer(inner, bytes_)
-    assert inner.form is form, "a refused optimizer was changed"
+    assert inner.state_format is form, "a refused optimizer was changed"
 
 
 def test_only_an_optimizer_and_only_once():

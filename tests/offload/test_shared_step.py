@@ -183,7 +183,7 @@ def test_no_thread_is_left_after_a_step_and_the_optimizer_can_go(where):
     optimizer = CPUOffloadOptimizer(FusedAdam(params), 5_000, cpu_fraction=0.5)
     train_params(optimizer, params, range(2))
     assert not [t for t in threading.enumerate() if t.name == "statestream host share"]
-    memory = optimizer.units.device.memory
+    memory = optimizer.strategy.device.memory
     del optimizer
     gc.collect()
     assert not list(memory._mappings)
@@ -250,7 +250,7 @@ def test_an_error_at_any_kernel_call_leaves_each_parameter_before_or_after(fract
         with pytest.raises(ArithmeticError, match="of the kernel"):
             optimizer.step()
         fail_at = None
-        assert not optimizer.units.torn
+        assert not optimizer.strategy.torn
         for p, q, (weight, state) in zip(params, others, before, strict=True):
             mine = (p, *optimizer.state[p].values())
             is_before = all(map(torch.equal, mine, (weight, *state.values())))

@@ -70,7 +70,7 @@ def test_a_fused_adam_fits_any_budget_that_holds_its_smallest_piece():
 
 def test_one_pass_counts_the_state_that_it_keeps():
     params = make_params()
-    optimizer = CPUOffloadOptimizer(SignDescent(params), elementwise=False)
+    optimizer = CPUOffloadOptimizer(SignDescent(params), per_parameter=False)
     assert optimizer.plan.host_bytes == 0
     train(optimizer, params, [0])
     assert optimizer.plan.host_bytes == optimizer.plan.device_bytes == sum(p.numel() * 4 for p in params)

@@ -19,19 +19,28 @@ CHUNK = 60_000
 
 
 def test_a_third_party_has_to_say_that_it_is_elementwise():
-    with pytest.raises(ValueError, match=r"SignDescent.*elementwise=True"):
+    with pytest.raises(ValueError, match=r"SignDescent.*per_parameter=True"):
         CPUOffloadOptimizer(SignDescent(make_params()), CHUNK)
     with pytest.raises(ValueError, match="LBFGS"):
-        CPUOffloadOptimizer(torch.optim.LBFGS(make_params()), elementwise=True)
+        CPUOffloadOptimizer(torch.optim.LBFGS(make_params()), per_parameter=True)
 
 
-@pytest.mark.parametrize(("chunk", "elementwise"), [(60_000, True), (None, True), (None, False)])
-def test_what_a_third_party_counts_by_itself_is_counted_once_a_step(chunk, elementwise):
+def test_the_old_name_of_per_parameter_is_taken():
+    for said, wanted in ((True, CHUNK), (False, None)):
+        old = CPUOffloadOptimizer(SignDescent(make_params()), wanted, elementwise=said)
+        new = CPUOffloadOptimizer(SignDescent(make_params()), wanted, per_parameter=said)
+        assert type(old.strategy) is type(new.strategy)
+    with pytest.raises(TypeError, match="elementwise: it is the old name of per_parameter"):
+        CPUOffloadOptimizer(SignDescent(make_params()), elementwise=True, per_parameter=True)
+
+
+@pytest.mark.parametrize(("chunk", "per_parameter"), [(60_000, True), (None, True), (None, False)])
+def test_what_a_third_party_counts_by_itself_is_counted_once_a_step(chunk, per_parameter):
     params, reference = make_params(), make_params()
-    optimizer = CPUOffloadOptimizer(SignDescent(params), chunk, elementwise=elementwise)
+    optimizer = CPUOffloadOptimizer(SignDescent(params), chunk, per_parameter=per_parameter)
     plain = SignDescent(reference)
-    if elementwise and chunk:
-        assert len(optimizer.units.store.plan.chunks) > 1
+    if per_parameter and chunk:
+        assert len(optimizer.strategy.store.plan.chunks) > 1
     train(optimizer, params, range(4))
     train(plain, reference, range(4))
     assert optimizer.param_groups[0]["step"] == 4 and optimizer.inner.calls == 4
@@ -54,7 +63,7 @@ def test_a_chunk_sees_its_own_parameters_and_gradients_alone():
             super().step()
 
     params = make_params()
-    optimizer = CPUOffloadOptimizer(Watching(params), CHUNK, elementwise=True)
+    optimizer = CPUOffloadOptimizer(Watching(params), CHUNK, per_parameter=True)
     train(optimizer, params, [0])
     seen.clear()  # what the first step makes, it makes in chunks of its own
     train(optimizer, params, [1], missing=lambda _: (5,))
@@ -94,7 +103,7 @@ def test_an_optimizer_without_state_is_passed_through_in_one_call(name, on_devic
     make = SignSGD if name == "third party" else lambda p: torch.optim.SGD(p, lr=0.1)
     params, reference = make_params(), make_params()
     device = on_device(SimulatedDevice(0))
-    optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK, elementwise=True), make(reference)
+    optimizer, plain = CPUOffloadOptimizer(make(params), CHUNK, per_parameter=True), make(reference)
     calls.clear()  # of the step on the meta device from which it is known
     train(optimizer, params, [0])
     assert calls == ([6] if name == "third party" else [])
@@ -113,7 +122,7 @@ def test_a_state_that_is_bound_anew_in_every_step_is_stored():
                     p.sub_(self.state[p]["momentum"] * 0.1)
 
     params, reference = make_params(), make_params()
-    optimizer, plain = CPUOffloadOptimizer(Rebinding(params), CHUNK, elementwise=True), Rebinding(reference)
+    optimizer, plain = CPUOffloadOptimizer(Rebinding(params), CHUNK, per_parameter=True), Rebinding(reference)
     train(optimizer, params, range(3))
     train(plain, reference, range(3))
     assert_same_training(params, optimizer, reference, plain)
@@ -131,7 +140,7 @@ def test_state_that_is_made_in_the_constructor_is_taken_over():
             super().step()
 
     params, reference = make_params(), make_params()
-    optimizer, plain = CPUOffloadOptimizer(Eager(params), CHUNK, elementwise=True), Eager(reference)
+    optimizer, plain = CPUOffloadOptimizer(Eager(params), CHUNK, per_parameter=True), Eager(reference)
     train(optimizer, params, range(3))
     train(plain, reference, range(3))
     assert_same_training(params, optimizer, reference, plain)
@@ -153,7 +162,7 @@ def test_a_group_without_state_beside_one_with():
 
 def test_an_optimizer_that_is_not_elementwise_runs_in_one_pass():
     params, reference = make_params(), make_params()
-    optimizer = CPUOffloadOptimizer(torch.optim.Adafactor(params), elementwise=False)
+    optimizer = CPUOffloadOptimizer(torch.optim.Adafactor(params), per_parameter=False)
     plain = torch.optim.Adafactor(reference)
     for o, ps in ((optimizer, params), (plain, reference)):
         train(o, ps, range(2))
@@ -161,7 +170,7 @@ def test_an_optimizer_that_is_not_elementwise_runs_in_one_pass():
         train(o, ps, range(2, 4))
     assert_same_training(params, optimizer, reference, plain)
     with pytest.raises(ValueError, match="one pass"):
-        CPUOffloadOptimizer(torch.optim.Adafactor(make_params()), CHUNK, elementwise=False)
+        CPUOffloadOptimizer(torch.optim.Adafactor(make_params()), CHUNK, per_parameter=False)
 
 
 def test_state_that_appears_later_is_carried_along_with_a_warning():
@@ -174,7 +183,7 @@ def test_state_that_appears_later_is_carried_along_with_a_warning():
                     self.state[p]["slow"] = self.state[p].get("slow", torch.zeros_like(p)) + p
 
     params, reference = make_params(), make_params()
-    optimizer, plain = CPUOffloadOptimizer(Late(params), CHUNK, elementwise=True), Late(reference)
+    optimizer, plain = CPUOffloadOptimizer(Late(params), CHUNK, per_parameter=True), Late(reference)
     train(plain, reference, range(4))
     with pytest.warns(RuntimeWarning, match="'slow'"):
         train(optimizer, params, range(4))
@@ -183,7 +192,7 @@ def test_state_that_appears_later_is_carried_along_with_a_warning():
 
 def test_a_one_pass_step_that_fails_leaves_state_on_the_host_as_it_was():
     params = make_params(shapes=[(40,), (7,)])
-    optimizer = CPUOffloadOptimizer(SignDescent(params), None, elementwise=False)
+    optimizer = CPUOffloadOptimizer(SignDescent(params), None, per_parameter=False)
     train(optimizer, params, range(2))
     before = [(param.detach().clone(), optimizer.state[param]["momentum"].clone()) for param in params]
     optimizer.inner.fail_at = 7
@@ -193,9 +202,9 @@ def test_a_one_pass_step_that_fails_leaves_state_on_the_host_as_it_was():
         assert torch.equal(param, weight) and torch.equal(optimizer.state[param]["momentum"], momentum)
 
 
-@pytest.mark.parametrize("elementwise", [True, False])
+@pytest.mark.parametrize("per_parameter", [True, False])
 @pytest.mark.parametrize("left", [lambda grad: None, lambda grad: 2 * grad], ids=["nothing", "another tensor"])
-def test_what_an_optimizer_leaves_as_a_gradient_is_what_there_is_after_the_step(left, elementwise):
+def test_what_an_optimizer_leaves_as_a_gradient_is_what_there_is_after_the_step(left, per_parameter):
     class Leaving(SignDescent):
         @torch.no_grad()
         def step(self, closure=None):
@@ -206,8 +215,8 @@ def test_what_an_optimizer_leaves_as_a_gradient_is_what_there_is_after_the_step(
                         p.grad = left(p.grad)
 
     params, reference = make_params(), make_params()
-    chunk = CHUNK if elementwise else None
-    optimizer, plain = CPUOffloadOptimizer(Leaving(params), chunk, elementwise=elementwise), Leaving(reference)
+    chunk = CHUNK if per_parameter else None
+    optimizer, plain = CPUOffloadOptimizer(Leaving(params), chunk, per_parameter=per_parameter), Leaving(reference)
     train(optimizer, params, range(2), missing=lambda _: (3,))
     train(plain, reference, range(2), missing=lambda _: (3,))
     for p, q in zip(params, reference, strict=True):
@@ -375,12 +384,12 @@ def counted(optimizer, params):
 
 
 @pytest.mark.parametrize("missing", MISSING)
-@pytest.mark.parametrize(("chunk", "elementwise"), [(1000, True), (CHUNK, True), (None, True), (None, False)])
+@pytest.mark.parametrize(("chunk", "per_parameter"), [(1000, True), (CHUNK, True), (None, True), (None, False)])
 @pytest.mark.parametrize("way", WAYS)
-def test_whatever_way_it_counts_a_step_is_counted_once(way, chunk, elementwise, missing):
+def test_whatever_way_it_counts_a_step_is_counted_once(way, chunk, per_parameter, missing):
     params, reference = make_params(), make_params()
     groups, theirs = ([{"params": ps[:3]}, {"params": ps[3:]}] for ps in (params, reference))
-    optimizer, plain = CPUOffloadOptimizer(way(groups), chunk, elementwise=elementwise), way(theirs)
+    optimizer, plain = CPUOffloadOptimizer(way(groups), chunk, per_parameter=per_parameter), way(theirs)
     assert counted(optimizer, params) == counted(way([{"params": ps} for ps in (params[:3], params[3:])]), params)
     train(optimizer, params, range(4), missing=MISSING[missing])
     train(plain, reference, range(4), missing=MISSING[missing])
@@ -406,7 +415,7 @@ def test_what_a_step_that_failed_has_counted_does_not_count(way):
 
     params, reference = make_params(), make_params()
     groups, theirs = ([{"params": ps[:3]}, {"params": ps[3:]}] for ps in (params, reference))
-    optimizer, plain = CPUOffloadOptimizer(Failing(groups), 1000, elementwise=True), way(theirs)
+    optimizer, plain = CPUOffloadOptimizer(Failing(groups), 1000, per_parameter=True), way(theirs)
     train(optimizer, params, range(1))
     train(plain, reference, range(1))
     before = counted(optimizer, params)
@@ -421,12 +430,12 @@ def test_what_a_step_that_failed_has_counted_does_not_count(way):
     assert all(torch.equal(a, b) for a, b in zip(params, reference, strict=True))
 
 
-@pytest.mark.parametrize("elementwise", [True, False])
-def test_state_of_no_parameter_is_saved_copied_and_loaded(elementwise):
+@pytest.mark.parametrize("per_parameter", [True, False])
+def test_state_of_no_parameter_is_saved_copied_and_loaded(per_parameter):
     params, reference = make_params(), make_params()
     groups, theirs = ([{"params": ps[:3]}, {"params": ps[3:]}] for ps in (params, reference))
-    chunk = CHUNK if elementwise else None
-    optimizer = CPUOffloadOptimizer(InStateOfNoParameter(groups), chunk, elementwise=elementwise)
+    chunk = CHUNK if per_parameter else None
+    optimizer = CPUOffloadOptimizer(InStateOfNoParameter(groups), chunk, per_parameter=per_parameter)
     plain = InStateOfNoParameter(theirs)
     train(optimizer, params, range(2))
     train(plain, reference, range(2))
@@ -476,21 +485,21 @@ def test_state_of_a_class_of_its_own_is_refused_by_name():
     params = make_params()
     named = r"state 'momentum' of parameter 0 of group 0 is a tensor of class Quantised"
     with pytest.raises(ValueError, match=named):
-        CPUOffloadOptimizer(EightBits(params), CHUNK, elementwise=True)
-    optimizer = CPUOffloadOptimizer(EightBits(params), elementwise=False)
+        CPUOffloadOptimizer(EightBits(params), CHUNK, per_parameter=True)
+    optimizer = CPUOffloadOptimizer(EightBits(params), per_parameter=False)
     before = [p.detach().clone() for p in params]
     with pytest.raises(ValueError, match=named):  # made by the first step, which is undone
         train(optimizer, params, [0])
     assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True)) and not optimizer.state
     stepped = EightBits(params)
     train(stepped, params, [0])
-    for elementwise in (True, False):
+    for per_parameter in (True, False):
         with pytest.raises(ValueError, match=named):
-            CPUOffloadOptimizer(stepped, elementwise=elementwise)
+            CPUOffloadOptimizer(stepped, per_parameter=per_parameter)
 
 
-@pytest.mark.parametrize("elementwise", [True, False])
-def test_a_step_whose_state_is_refused_afterwards_has_counted_nothing(elementwise):
+@pytest.mark.parametrize("per_parameter", [True, False])
+def test_a_step_whose_state_is_refused_afterwards_has_counted_nothing(per_parameter):
     class LaterInEightBits(InAGroup):
         def step(self, closure=None):
             super().step()
@@ -499,7 +508,7 @@ def test_a_step_whose_state_is_refused_afterwards_has_counted_nothing(elementwis
                     self.state[p]["momentum"] = Quantised(torch.zeros_like(p, dtype=torch.int8))
 
     params = make_params()
-    optimizer = CPUOffloadOptimizer(LaterInEightBits(params), elementwise=elementwise)
+    optimizer = CPUOffloadOptimizer(LaterInEightBits(params), per_parameter=per_parameter)
     train(optimizer, params, range(2))
     before = counted(optimizer, params), [p.detach().clone() for p in params]
     with pytest.raises(ValueError, match="Quantised"):
@@ -541,7 +550,7 @@ class ScheduleFree(SignDescent):
 
 def test_public_methods_and_attributes_of_the_inner_optimizer_are_reached():
     params, reference = make_params(), make_params()
-    optimizer, plain = CPUOffloadOptimizer(ScheduleFree(params), CHUNK, elementwise=True), ScheduleFree(reference)
+    optimizer, plain = CPUOffloadOptimizer(ScheduleFree(params), CHUNK, per_parameter=True), ScheduleFree(reference)
     for o, ps in ((optimizer, params), (plain, reference)):
         train(o, ps, range(2))
         assert isinstance(o.eval(weight=0.25), ScheduleFree)
@@ -565,13 +574,13 @@ def test_what_neither_has_is_an_attribute_error_and_copies_and_pickles_are_made(
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-@pytest.mark.parametrize(("chunk", "elementwise"), [(1000, True), (CHUNK, True), (None, True), (None, False)])
+@pytest.mark.parametrize(("chunk", "per_parameter"), [(1000, True), (CHUNK, True), (None, True), (None, False)])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor"])
-def test_a_parameter_that_is_listed_twice_is_stepped_twice_as_it_is_plain(name, chunk, elementwise):
+def test_a_parameter_that_is_listed_twice_is_stepped_twice_as_it_is_plain(name, chunk, per_parameter):
     params, reference = make_params(), make_params()
     options = {"momentum": 0.9} if name == "SGD" else {}
     make = getattr(torch.optim, name)
-    optimizer = CPUOffloadOptimizer(make([*params, params[0]], lr=0.1, **options), chunk, elementwise=elementwise)
+    optimizer = CPUOffloadOptimizer(make([*params, params[0]], lr=0.1, **options), chunk, per_parameter=per_parameter)
     plain = make([*reference, reference[0]], lr=0.1, **options)
     train(optimizer, params, range(3))
     train(plain, reference, range(3))

@@ -34,7 +34,7 @@ def recorded(name, steps=1):
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_chunk_is_loaded_updated_and_stored_once_and_in_order(name):
     _, optimizer, timeline = recorded(name)
-    chunks = optimizer.units.store.plan.chunks
+    chunks = optimizer.strategy.store.plan.chunks
     assert len(chunks) > 3
     by_chunk = {(span.what, span.chunk): span for span in timeline.spans}
     assert len(by_chunk) == len(timeline.spans) == 3 * len(chunks)
@@ -52,7 +52,7 @@ def test_recording_changes_nothing_and_ends_with_its_context(name):
     reference = make_params(torch.bfloat16)
     plain = MAKERS[name](reference)
     train(plain, reference, range(2))
-    assert type(optimizer.units.device) is HostDevice
+    assert type(optimizer.strategy.device) is HostDevice
     train(optimizer, params, [2])
     train(plain, reference, [2])
     assert_same_training(params, optimizer, reference, plain)
@@ -156,7 +156,7 @@ def test_an_error_in_a_step_ends_the_recording_too(on_device):
     device.fails = True
     with pytest.raises(RuntimeError, match="a fault"), Timeline(optimizer):
         optimizer.step()
-    assert optimizer.units.device is device
+    assert optimizer.strategy.device is device
     device.fails = False
     optimizer.step()
 
@@ -177,7 +177,7 @@ def test_the_hosts_share_is_recorded_too(on_device, tmp_path):
     loads = sum(s.nbytes for s in timeline.spans if s.what == "load")
     assert loads == pytest.approx(optimizer.host_state_bytes / 2, abs=256 * 10)
     timeline.save_png(tmp_path / "step.png")
-    assert type(optimizer.units.device) is Beyond
+    assert type(optimizer.strategy.device) is Beyond
 
 
 def test_a_step_that_is_timed_to_balance_its_shares_is_recorded(on_device):

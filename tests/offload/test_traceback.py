@@ -18,7 +18,7 @@ def fail(*arguments):
     raise ArithmeticError("told to fail")
 
 
-optimizer.units.device.launch = fail
+optimizer.strategy.device.launch = fail
 try:
     optimizer.step()
 except ArithmeticError as error:

@@ -114,9 +114,9 @@ def train(optimizer, params, steps, skip=(NEVER_STEPPED,)):
 
 def live_masters(optimizer, params):
     """As they lie in memory, with their scales."""
-    keeper = getattr(optimizer, "inner", optimizer)._keeper
+    factory = getattr(optimizer, "inner", optimizer)._factory
     return [
-        (optimizer.state[p][MASTER].clone(), copy.deepcopy(keeper.scales.get(p, {}).get(MASTER)))
+        (optimizer.state[p][MASTER].clone(), copy.deepcopy(factory.scales.get(p, {}).get(MASTER)))
         for p in params
         if MASTER in optimizer.state[p]
     ]

@@ -16,7 +16,9 @@ STREAMED = {
     "FusedAdam": lambda: CPUOffloadOptimizer(build(MODE), 5_000),
     "gradients": lambda: CPUOffloadOptimizer(build(MODE), 5_000, offload_gradients=True),
     "AdamW": lambda: CPUOffloadOptimizer(torch.optim.AdamW(build(MODE).param_groups, foreach=False)),
-    "one pass": lambda: CPUOffloadOptimizer(torch.optim.SGD(build(MODE).param_groups, momentum=0.9), elementwise=False),
+    "one pass": lambda: CPUOffloadOptimizer(
+        torch.optim.SGD(build(MODE).param_groups, momentum=0.9), per_parameter=False
+    ),
     "Muon": lambda: CPUOffloadOptimizer(torch.optim.Muon([torch.nn.Parameter(torch.ones(6, 5))], ns_steps=1)),
 }
 

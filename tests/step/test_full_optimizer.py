@@ -9,7 +9,7 @@ from helpers.bits import differences, same_bits, snapshot
 from helpers.modes import FORMS, Mode
 from helpers.training import build, train
 from statestream import FusedAdam
-from statestream.state.lazy_state import made
+from statestream.state.lazy_state import peek
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -39,7 +39,7 @@ def test_group_keys_are_the_same_whatever_the_options():
 def test_construction_makes_no_state():
     optimizer = build(Mode(BF16, master="fp32"))
     assert len(optimizer.state) == 0 and bool(optimizer.state)
-    assert made(optimizer.state, optimizer.param_groups[0]["params"][0]) is None
+    assert peek(optimizer.state, optimizer.param_groups[0]["params"][0]) is None
 
 
 @pytest.mark.parametrize("looks", [dict.__contains__, dict.get])
@@ -48,7 +48,7 @@ def test_whoever_looks_for_a_members_state_finds_it_complete(looks):
     optimizer = build(Mode(BF16, master="fp32"))
     param = optimizer.param_groups[0]["params"][0]
     assert getattr(optimizer.state, looks.__name__)(param)
-    assert set(made(optimizer.state, param)) == {"step", "exp_avg", "exp_avg_sq", "master_param"}
+    assert set(peek(optimizer.state, param)) == {"step", "exp_avg", "exp_avg_sq", "master_param"}
     assert len(optimizer.state) == 1
 
 

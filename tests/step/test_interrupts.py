@@ -49,7 +49,7 @@ OPTIMIZERS = {
     "offloaded AdamW": lambda: CPUOffloadOptimizer(plain(AdamW), CHUNK),
     "offloaded SGD": lambda: CPUOffloadOptimizer(plain(SGD, momentum=0.9), CHUNK),
     "offloaded, scaled gradients": lambda: scaled(CPUOffloadOptimizer(build(MASTERS), CHUNK)),
-    "one pass": lambda: CPUOffloadOptimizer(plain(AdamW), None, elementwise=False),
+    "one pass": lambda: CPUOffloadOptimizer(plain(AdamW), None, per_parameter=False),
 }
 
 

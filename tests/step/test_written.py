@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 from statestream import FusedAdam
-from statestream.tensors.write_tracker import WriteWatch
+from statestream.tensors.write_tracker import WriteTracker
 from torch.nn import Parameter
 
 
@@ -36,7 +36,7 @@ def history(seed: int, length: int = 60) -> None:
     draw = random.Random(seed)
     rooms = [bytearray(draw.choice((0, 4, 20))) for _ in range(draw.randint(1, 6))]
     params = [Parameter(in_memory(room)) for room in rooms]
-    watch, written = WriteWatch(), set(map(id, params))
+    watch, written = WriteTracker(), set(map(id, params))
     for _ in range(length):
         some = some_of(draw, params)
         match draw.choice(
@@ -82,7 +82,7 @@ def test_those_and_only_those_count_as_written_in_many_histories():
 def test_a_parameter_in_inference_mode_always_counts_as_written():
     with torch.inference_mode():
         counted_by_no_one = Parameter(torch.zeros(2), requires_grad=False)
-    plain, watch = Parameter(torch.zeros(2)), WriteWatch()
+    plain, watch = Parameter(torch.zeros(2)), WriteTracker()
     both = [plain, counted_by_no_one]
     watch.remember(both, both)
     assert [id(param) for param, _ in watch.written(both, both)] == [id(counted_by_no_one)]
@@ -92,7 +92,7 @@ def bytes_remembered(params: list[Parameter], sets: Iterable[list[Parameter]]) -
     """What a watch keeps that saw these sets, one after another."""
     gc.collect()
     tracemalloc.start()
-    watch = WriteWatch()
+    watch = WriteTracker()
     for some in sets:
         watch.remember(some, some)
     gc.collect()
@@ -150,7 +150,7 @@ def test_a_parameter_that_was_replaced_is_freed_by_the_next_export():
 def test_a_parameter_whose_local_tensor_is_written_by_itself_counts_as_written():
     """A DTensor's versions are not those of its local tensor."""
     params, locals_ = [Parameter(torch.zeros(3)) for _ in range(2)], [torch.zeros(3) for _ in range(2)]
-    watch = WriteWatch()
+    watch = WriteTracker()
     watch.remember(params, locals_)
     assert watch.written(params, locals_) == []
     locals_[1].add_(1)

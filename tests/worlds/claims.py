@@ -309,7 +309,7 @@ def muon_streamed() -> Found:
 def other_optimizers_streamed() -> Found:
     found = {}
     # SGD: other optimizers of torch make counters of the default dtype, on the default device.
-    for name, how in (("chunks", {"step_chunk_bytes": 20_000}), ("one pass", {"elementwise": False})):
+    for name, how in (("chunks", {"step_chunk_bytes": 20_000}), ("one pass", {"per_parameter": False})):
         mine = params()
         optimizer = CPUOffloadOptimizer(torch.optim.SGD(mine, lr=0.1, momentum=0.9), **how)
         train(optimizer, range(2))

@@ -27,13 +27,13 @@ from statestream.checkpoint.state_dict import (
 from statestream.checkpoint.transfer import Loader
 from statestream.device.capture import refuse_capture
 from statestream.interrupts import interrupts_held
-from statestream.state.factory import StateKeeper
+from statestream.state.factory import StateFactory
 from statestream.state.format_version import number_of
-from statestream.state.lazy_state import PromisedState
+from statestream.state.lazy_state import LazyState
 from statestream.state.state_format import MASTER, STEP, StateFormat
 from statestream.state.stored import Stored
 from statestream.tensors.local import copy_version, is_dense, is_dtensor, local_of
-from statestream.tensors.sharding import local_share
+from statestream.tensors.sharding import shard_of
 from statestream.tensors.validate import as_state_dict
 
 __all__ = ["Checkpointing"]
@@ -45,12 +45,12 @@ class Checkpointing:
     """The part of FusedAdam that leaves a process and comes back. What it needs of the rest:"""
 
     param_groups: list[dict[str, Any]]
-    state: PromisedState
+    state: LazyState
     form: StateFormat
     state_dict_cpu_offload: bool
     export_staging_bytes: int
     _params: Callable[[], Iterable[Tensor]]
-    _keeper: StateKeeper
+    _factory: StateFactory
     _table: StepTable
 
     _exported: tuple[int | None, int | None] = (None, None)
@@ -91,10 +91,10 @@ class Checkpointing:
         }
         kept = [param for param in params if param in self.state]
         masters = {local_of(s[MASTER]).dtype for param in kept if MASTER in (s := self.state[param])}
-        number = number_of(self.form.masters(others=bool(masters - {torch.int16})))
+        number = number_of(self.state_format.masters(others=bool(masters - {torch.int16})))
         for group in groups:
             group["format_version"] = number
-        stored = self._as_stepped(kept, [self._keeper.all_stored(param, self.state[param]) for param in kept])
+        stored = self._as_stepped(kept, [self._factory.all_stored(param, self.state[param]) for param in kept])
         if self.state_dict_cpu_offload:
             exported, staging = export_to_host(stored, self.export_staging_bytes)
         else:
@@ -111,7 +111,7 @@ class Checkpointing:
         self._lent = {t.untyped_storage()._cdata: (weakref.ref(t), copy_version(t)) for t in tensors}
 
     def _as_stepped(self, params: list[Tensor], states: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """States (StateKeeper's all_stored) as the next step would start from them: it begins by bringing masters back
+        """States (StateFactory's all_stored) as the next step would start from them: it begins by bringing masters back
         to parameters that were written. Remainders are joined with whatever weight is there."""
         owners = {id(p): state for p, state in zip(params, states, strict=True) if _has_master(state)}
         members = [param for param in params if id(param) in owners]
@@ -127,11 +127,11 @@ class Checkpointing:
         members = {id(p) for p in self._params()}
         for key in [k for k in self.state if isinstance(k, Tensor) and id(k) not in members]:
             del self.state[key]
-            self._keeper.forget(key)
+            self._factory.forget(key)
             self._table.watch.forget(key)
         for param in self._params():
             if param in self.state or (param.requires_grad and self._table.takes(param)):
-                self._keeper.follow(param, self.state[param])
+                self._factory.follow(param, self.state[param])
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -155,7 +155,7 @@ class Checkpointing:
             if replaced is not None:
                 state_dict = replaced
         try:
-            plan = plan_load(state_dict, self.param_groups, self.form, self.state)
+            plan = plan_load(state_dict, self.param_groups, self.state_format, self.state)
             for load in plan.params:
                 if load.values is not None:
                     self._check_can_have_state(load.param)
@@ -191,7 +191,7 @@ class Checkpointing:
             update_group(group, loaded)
         self._lend(live for reference, _ in (self._lent or {}).values() if (live := reference()) is not None)
         self._half_loaded = False
-        self._keeper.torn.clear()
+        self._factory.torn.clear()
 
     def _was_written(self, state_dict: dict[str, Any]) -> bool:
         """Whether the dict is made of live tensors, and somebody has written some of them."""
@@ -208,15 +208,15 @@ class Checkpointing:
             raise RuntimeError(
                 "an earlier load_state_dict ended in an error after it had begun to write; load a checkpoint again"
             )
-        self._keeper.check_whole()
+        self._factory.check_whole()
 
     def _copies_of(self, load: ParamLoad) -> list[tuple[Tensor, Stored]]:
         """What is to be copied where, into state that is there, and in its form."""
         if load.values is None:
             return []
         state = self.state[load.param]
-        self._keeper.follow(load.param, state)
-        return [(values, self._keeper.stored(load.param, name, state[name])) for name, values in load.values.items()]
+        self._factory.follow(load.param, state)
+        return [(values, self._factory.stored(load.param, name, state[name])) for name, values in load.values.items()]
 
     def _others_of(self, load: ParamLoad) -> dict[str, Any]:
         """A user's own values, as they will be kept."""
@@ -227,13 +227,13 @@ class Checkpointing:
         self._table.watch.forget(load.param)
         if load.values is None:
             self.state.pop(load.param, None)
-            self._keeper.forget(load.param)
+            self._factory.forget(load.param)
             return
         state = self.state[load.param]
         state[STEP].fill_(load.step)
         state.update(other)
         if MASTER in state and MASTER not in load.values:
-            self._keeper.reset_master(load.param, state)
+            self._factory.reset_master(load.param, state)
 
     @torch.no_grad()
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
@@ -259,7 +259,7 @@ class Checkpointing:
         state = self._state_named(param, state_name)
         wanted, values = state.exported, unscaled_state.detach()
         if values.shape == param.shape and values.dtype is wanted:
-            values = local_share(values, param, state_name, "this parameter")
+            values = shard_of(values, param, state_name, "this parameter")
         elif values.shape != state.local.shape or values.dtype is not wanted or is_dtensor(values):
             raise ValueError(
                 f"{state_name}: expected {wanted} of shape {tuple(param.shape)}, found {values.dtype} "
@@ -272,12 +272,12 @@ class Checkpointing:
 
     def _state_named(self, param: Tensor, name: str) -> Stored:
         self._check_can_have_state(param)
-        state, kinds = self.state[param], self.form.dtypes(param)
+        state, kinds = self.state[param], self.state_format.dtypes(param)
         if name not in kinds:
             has = ", ".join(sorted(kinds))
             raise ValueError(f"state_name: {name!r} is not a state of this parameter; it has {has}")
-        self._keeper.follow(param, state)
-        return self._keeper.stored(param, name, state[name])
+        self._factory.follow(param, state)
+        return self._factory.stored(param, name, state[name])
 
     def _check_can_have_state(self, param: Tensor) -> None:
         if not self._table.takes(param):

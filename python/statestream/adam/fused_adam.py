@@ -14,8 +14,8 @@ from statestream import kernels
 from statestream.adam.checkpoint import Checkpointing
 from statestream.adam.grad_scaling import (
     count_on_device,
+    device_of_scalar,
     device_scalars,
-    home_of,
     needs_scaled_gradients,
     numbers_of,
     scaling_of,
@@ -37,9 +37,9 @@ from statestream.checkpoint.transfer import LEAST_STAGING_BYTES
 from statestream.device.capture import check_settings_on_device, is_capturing, refuse_capture
 from statestream.interrupts import interrupts_held
 from statestream.memory import MemoryReport, report_of
-from statestream.state.factory import StateKeeper
+from statestream.state.factory import StateFactory
 from statestream.state.format_version import number_of
-from statestream.state.lazy_state import PromisedState, made
+from statestream.state.lazy_state import LazyState, peek
 from statestream.state.state_format import MASTER, STEP, StateFormat
 from statestream.tensors.local import is_dense, local_of
 
@@ -135,7 +135,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             raise ValueError("store_param_remainders=True needs master_weights=True")
         if store_param_remainders and capturable:
             raise RuntimeError("capturable=True does not support store_param_remainders=True; use FP32 masters")
-        self.form = StateFormat(
+        self.state_format = StateFormat(
             exp_avg=as_dtype("exp_avg_dtype", exp_avg_dtype, MOMENT_DTYPES),
             exp_avg_sq=as_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, MOMENT_DTYPES),
             master_weights=bool(master_weights),
@@ -143,14 +143,14 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             remainders=bool(store_param_remainders),
             step_on_device=bool(capturable),
         )
-        if store_param_remainders and self.form.master is not torch.float32:
+        if store_param_remainders and self.state_format.master is not torch.float32:
             raise ValueError(
-                f"store_param_remainders=True keeps the rest of FP32 masters; master_weight_dtype={self.form.master} "
+                f"store_param_remainders=True keeps the rest of FP32 masters; master_weight_dtype={self.state_format.master} "
                 "has none"
             )
-        self.rounding = Rounding.checked(stochastic_rounding, seed, self.form)
-        self.exp_avg_dtype, self.exp_avg_sq_dtype = self.form.exp_avg, self.form.exp_avg_sq
-        self.master_weight_dtype = self.form.master
+        self.rounding = Rounding.checked(stochastic_rounding, seed, self.state_format)
+        self.exp_avg_dtype, self.exp_avg_sq_dtype = self.state_format.exp_avg, self.state_format.exp_avg_sq
+        self.master_weight_dtype = self.state_format.master
         self.master_weights = bool(master_weights)
         self.store_param_remainders = bool(store_param_remainders)
         self.adam_w_mode = bool(adam_w_mode)
@@ -179,14 +179,14 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             "decoupled_weight_decay": self.adam_w_mode,
             "bias_correction": bool(bias_correction),
             STEP: 0,
-            "format_version": number_of(self.form.masters()),
+            "format_version": number_of(self.state_format.masters()),
         }
         check_group_options(defaults)
         self._members: set[int] = set()
-        self._keeper = StateKeeper(self.form)
-        self._table = StepTable(self._keeper, self.rounding)
+        self._factory = StateFactory(self.state_format)
+        self._table = StepTable(self._factory, self.rounding)
         super().__init__(params, defaults)
-        self.state = PromisedState(self._make_state)
+        self.state = LazyState(self._make_state)
         self._hooks = GradientHooks(self)
         self._take_over(self.param_groups)
 
@@ -213,7 +213,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
 
     def _take_over(self, groups: list[dict[str, Any]]) -> None:
         """Their gradients, from an optimizer that offloads them. A CPUOffloadOptimizer over this one does it itself."""
-        if self._hooks is not None and not self._keeper.offloaded:
+        if self._hooks is not None and not self._factory.offloaded:
             params = chain.from_iterable(group["params"] for group in groups)
             self._hooks.take_over(params, lambda: names_of(self.param_groups))
 
@@ -223,7 +223,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         if isinstance(added["lr"], Tensor):
             added["lr"] = added["lr"].detach().clone()
         if self.capturable:
-            device = home_of(added, added["lr"])
+            device = device_of_scalar(added, added["lr"])
             added["lr"] = torch.as_tensor(added["lr"], dtype=torch.float32, device=device)
             added[STEP] = torch.tensor(as_number(added[STEP]), dtype=torch.float32, device=device)
 
@@ -234,7 +234,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             if id(param) not in self._members:
                 return None
         with torch.no_grad():
-            return self._keeper.make(param) if self._table.takes(param) else {}
+            return self._factory.make(param) if self._table.takes(param) else {}
 
     def _params(self) -> Iterable[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
@@ -337,10 +337,10 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
 
     def _forget_replaced(self) -> None:
         """Holds no parameters any more that were replaced in their groups, and their state taken out, by hand."""
-        scales, watch = self._keeper.scales, self._table.watch
+        scales, watch = self._factory.scales, self._table.watch
         if len(scales) > len(self.state):
-            for param in [param for param in scales if made(self.state, param) is None]:
-                self._keeper.forget(param)
+            for param in [param for param in scales if peek(self.state, param) is None]:
+                self._factory.forget(param)
         if watch.count > sum(len(group["params"]) for group in self.param_groups):
             members = {id(param) for param in self._params()}
             for param in watch.params():
@@ -383,14 +383,14 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         weight it stays."""
         params, locals = [], []
         for param in self._params():
-            state = made(self.state, param)
+            state = peek(self.state, param)
             if state is None or MASTER not in state:
                 continue
-            self._keeper.follow(param, state)
+            self._factory.follow(param, state)
             if MASTER in state and state[MASTER].dtype is not torch.int16:
                 local = local_of(param)
                 if is_dense(local):  # no step takes another
-                    self._keeper.stored(param, MASTER, state[MASTER]).refresh(local)
+                    self._factory.stored(param, MASTER, state[MASTER]).refresh(local)
                     params.append(param)
                     locals.append(local)
         with interrupts_held():
@@ -404,7 +404,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         is not counted, nor made. A step here takes no device memory of its own."""
         return report_of(
             self._params(),
-            {param: self._keeper.with_scales(param, made(self.state, param)) for param in self._params()},
+            {param: self._factory.with_scales(param, peek(self.state, param)) for param in self._params()},
             self._grad_name,
             step_device=0 if self._stepped else None,
             exported=self._exported,
@@ -414,8 +414,8 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_whole()
-        if self._keeper.offloaded:  # as a CPUOffloadOptimizer over it is copied: its state alone, without the arenas
-            return self._keeper.ranges.detached().__getstate__()
+        if self._factory.offloaded:  # as a CPUOffloadOptimizer over it is copied: its state alone, without the arenas
+            return self._factory.ranges.detached().__getstate__()
         # torch's own keeps only defaults, state and groups. A method set on the object, as a scheduler
         # wraps step(), is bound to this one: a copy would step the original.
         hidden = ("_table", "_members", "_lent", "_hooks")
@@ -428,7 +428,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._members = set()
-        self._table = StepTable(self._keeper, self.rounding)
+        self._table = StepTable(self._factory, self.rounding)
         self._hooks = GradientHooks(self)
-        if isinstance(self.state, PromisedState):
+        if isinstance(self.state, LazyState):
             self.state.make = self._make_state

@@ -16,13 +16,13 @@ from statestream.arguments import as_numbers
 from statestream.kernels import AdamOptions, DeviceScalars
 from statestream.state.state_format import STEP
 from statestream.tensors.local import is_fake, local_of
-from statestream.tensors.sharding import around
+from statestream.tensors.sharding import as_dtensor_like
 
 __all__ = [
     "StepNumbers",
     "count_on_device",
+    "device_of_scalar",
     "device_scalars",
-    "home_of",
     "needs_scaled_gradients",
     "numbers_of",
     "scaling_of",
@@ -114,7 +114,7 @@ def unscale_gradients(
             continue
         if not _can_be_written(local):
             local = local.clone(memory_format=torch.contiguous_format).resolve_neg()
-            setattr(param, grad_name, around(local, grad))
+            setattr(param, grad_name, as_dtensor_like(local, grad))
         alike.setdefault((local.device, local.dtype), []).append(local)
     for (device, _), locals in alike.items():
         found = torch.zeros((), dtype=torch.float32, device=device)  # the operation reports here; it was asked before
@@ -128,7 +128,7 @@ def _can_be_written(tensor: Tensor) -> bool:
     return not (shares or frozen or tensor.is_neg())
 
 
-def home_of(group: dict[str, Any], value: float | Tensor, found_inf: Tensor | None = None) -> torch.device:
+def device_of_scalar(group: dict[str, Any], value: float | Tensor, found_inf: Tensor | None = None) -> torch.device:
     """Where a capturable group's lr or count, now `value`, has to be: on the device of its first trained parameter that
     has data. Beside any other one it stays where it is. Where there is none it follows `found_inf`, which the host
     would have to read otherwise."""
@@ -148,7 +148,7 @@ def device_scalars(
     """What capturable calls read on each of these devices when they run. lr stays at its address, which a CUDA graph
     holds, unless the parameters have moved to another device or the group was given another lr; on other devices than
     its own there is a copy."""
-    group["lr"] = _as_scalar(group["lr"], home_of(group, group["lr"]))
+    group["lr"] = _as_scalar(group["lr"], device_of_scalar(group, group["lr"]))
     return {
         device: DeviceScalars(*(_there(scalar, device) for scalar in (group["lr"], grad_scale, found_inf)))
         for device in devices
@@ -157,7 +157,7 @@ def device_scalars(
 
 def count_on_device(group: dict[str, Any], found_inf: Tensor | None) -> None:
     """Counts a capturable group's call, unless found_inf, without the host reading either."""
-    device = home_of(group, group[STEP], found_inf)
+    device = device_of_scalar(group, group[STEP], found_inf)
     group[STEP] = _as_scalar(group[STEP], device)
     kernels.advance_steps(device, [group[STEP]], _there(found_inf, device))
 

@@ -22,15 +22,15 @@ from statestream.arguments import check_grad_dtype, check_param
 from statestream.kernels import Formats
 from statestream.kernels.abi import scale_address
 from statestream.kernels.rows import add_rows, has_scales, runs_for
-from statestream.state.factory import StateKeeper
+from statestream.state.factory import StateFactory
 from statestream.state.state_format import MASTER, MOMENTS, STEP
 from statestream.state.stored import Stored
 from statestream.tensors.global_index import runs_of
 from statestream.tensors.local import is_dense, local_of, same_layout
 from statestream.tensors.quantized import is_quantized, requantize
-from statestream.tensors.sharding import placed_as
+from statestream.tensors.sharding import redistribute_like
 from statestream.tensors.validate import check_has_data
-from statestream.tensors.write_tracker import WriteWatch
+from statestream.tensors.write_tracker import WriteTracker
 
 __all__ = ["Call", "StepTable"]
 
@@ -67,9 +67,9 @@ class StepTable:
     parameter, and what the kernel leaves there is quantised.
     """
 
-    def __init__(self, keeper: StateKeeper, rounding: Rounding):
-        self.keeper, self.rounding = keeper, rounding
-        self.watch = WriteWatch()
+    def __init__(self, factory: StateFactory, rounding: Rounding):
+        self.factory, self.rounding = factory, rounding
+        self.watch = WriteTracker()
 
     def calls(
         self,
@@ -84,7 +84,7 @@ class StepTable:
         Parameters whose gradient (the attribute `grad_name`) is None are left out. Each is taken once,
         however often it is listed. The random bits of params[i] are those of parameter `first_ordinal` + i.
         """
-        form = self.keeper.form
+        form = self.factory.state_format
         calls: dict[Any, Call] = {}
         # Where random bits hang on indices in the whole tensor, a shard's are looked at one by one.
         needs_extras = form.has_scales or bool(self.rounding.flags)
@@ -96,7 +96,7 @@ class StepTable:
             exp_avg_sq=form.exp_avg_sq,
             master=form.master_dtype,
             step_on_device=form.step_on_device,
-            scales=self.keeper.scales,
+            scales=self.factory.scales,
             sharded=not needs_extras,
             extras=needs_extras,
             first_ordinal=first_ordinal,
@@ -114,7 +114,7 @@ class StepTable:
         """The local tensor of a parameter that can be updated, and have state. Raises, naming it, where it cannot."""
         local = local_of(param)
         check_param(local, name)
-        self.keeper.form.check(local, name)
+        self.factory.state_format.check(local, name)
         self.rounding.check(local, name)
         return local
 
@@ -140,8 +140,8 @@ class StepTable:
             check_has_data(local, name)
         grad = self.checked_grad(param, local, grad, name)
         tensors = state[param]
-        self.keeper.follow(param, tensors)
-        stored = {key: self.keeper.stored(param, key, tensors[key]) for key in KINDS if key in tensors}
+        self.factory.follow(param, tensors)
+        stored = {key: self.factory.stored(param, key, tensors[key]) for key in KINDS if key in tensors}
         for key, kept in stored.items():
             check_has_data(kept.local, f"{key} of {name}")
         exp_avg, exp_avg_sq = stored["exp_avg"].local, stored["exp_avg_sq"].local
@@ -184,7 +184,7 @@ class StepTable:
     def refresh(self, call: Call, state: dict[Tensor, dict[str, Any]]) -> None:
         """Brings the call's masters back to parameters that were written since the last step."""
         for param, local in self.watch.written(*_watched(call)):
-            self.keeper.stored(param, MASTER, state[param][MASTER]).refresh(local)
+            self.factory.stored(param, MASTER, state[param][MASTER]).refresh(local)
 
     @contextmanager
     def advanced(self, call: Call, found_inf: Tensor | None) -> Iterator[None]:
@@ -193,7 +193,7 @@ class StepTable:
             yield
             return
         before = [counter.clone() for counter in call.counters]
-        where = call.device if self.keeper.form.step_on_device else torch.device("cpu")
+        where = call.device if self.factory.state_format.step_on_device else torch.device("cpu")
         try:
             kernels.advance_steps(where, call.counters, found_inf)
             yield
@@ -227,7 +227,7 @@ class StepTable:
             )
         if grad.shape != param.shape:
             raise ValueError(f"{name}: gradient of shape {tuple(grad.shape)}, parameter of {tuple(param.shape)}")
-        grad = local_of(placed_as(grad, param, name)).resolve_neg()
+        grad = local_of(redistribute_like(grad, param, name)).resolve_neg()
         for tensor, what in ((local, "parameters"), (grad, "gradients")):
             if is_traceable_wrapper_subclass(tensor) and not (tensor is local and is_quantized(local)):
                 raise ValueError(

@@ -12,7 +12,7 @@ from statestream.checkpoint.pinned import host_tensors
 from statestream.checkpoint.transfer import Exporter
 from statestream.state.stored import Stored
 from statestream.tensors.local import is_dense, is_fake, local_of
-from statestream.tensors.sharding import around
+from statestream.tensors.sharding import as_dtensor_like
 
 __all__ = ["export_on_device", "export_to_host", "taken_by_export"]
 
@@ -28,7 +28,7 @@ def export_on_device(states: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _on_device(state: Stored) -> Tensor:
-    return state.tensor if state.is_as_exported else around(state.decoded(), state.tensor)
+    return state.tensor if state.is_as_exported else as_dtensor_like(state.decoded(), state.tensor)
 
 
 def export_to_host(states: list[dict[str, Any]], staging_bytes: int) -> tuple[list[dict[str, Any]], int]:
@@ -50,7 +50,7 @@ def export_to_host(states: list[dict[str, Any]], staging_bytes: int) -> tuple[li
                 if _is_streamed(value):
                     stored, host = _stored(value), next(hosts)
                     exporter.copy(stored, host)
-                    copies[name] = around(host, stored.tensor)
+                    copies[name] = as_dtensor_like(host, stored.tensor)
                 else:
                     copies[name] = _copied(value)
             exported.append(copies)
@@ -81,7 +81,7 @@ def _copied(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     local = local_of(value).detach()
-    return around(local.to("cpu") if local.device.type != "cpu" else local.clone(), value)
+    return as_dtensor_like(local.to("cpu") if local.device.type != "cpu" else local.clone(), value)
 
 
 def _stored(value: Stored | Tensor) -> Stored:

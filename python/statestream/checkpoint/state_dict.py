@@ -20,11 +20,11 @@ from torch.nn.parameter import is_lazy
 
 from statestream.arguments import check_group_options
 from statestream.state.format_version import SAYS_NOTHING, Masters, check_held, masters_in
-from statestream.state.lazy_state import made
+from statestream.state.lazy_state import peek
 from statestream.state.state_format import MASTER, MOMENTS, STEP, StateFormat
 from statestream.tensors.local import is_fake, local_of, same_layout
 from statestream.tensors.quantized import is_quantized
-from statestream.tensors.sharding import local_share
+from statestream.tensors.sharding import shard_of
 from statestream.tensors.validate import (
     FLOATS,
     check_has_data,
@@ -123,7 +123,7 @@ def plan_load(
                 continue
             seen.add(id(param))
             state = state_dict["state"].get(key)
-            own = made(states, param) or {}
+            own = peek(states, param) or {}
             with named_in_errors(label):
                 count = None if counted else saved.get(STEP)
                 load = _checked_state(state, count, param, label, form, own, held)
@@ -315,6 +315,6 @@ def _checked_value(value: Any, name: str, dtype: torch.dtype, param: Tensor, lab
             f"{name} of {label}: {value.dtype} in the state dict, {wanted} wanted; build the optimizer with "
             f"store_param_remainders={value.dtype is torch.int16} to read it"
         )
-    local = local_share(value, param, name, label)
+    local = shard_of(value, param, name, label)
     check_has_data(local, f"{name} of {label}")
     return local

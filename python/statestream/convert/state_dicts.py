@@ -14,7 +14,7 @@ from statestream.convert.rules import ADAMS_TENSORS, Group, How, NewGroup, Param
 from statestream.convert.values import sources, values_of
 from statestream.state.state_format import MASTER, STEP
 from statestream.tensors.local import local_of
-from statestream.tensors.sharding import around
+from statestream.tensors.sharding import as_dtensor_like
 from statestream.tensors.validate import (
     FLOATS,
     as_state_dict,
@@ -220,4 +220,4 @@ class StateDictView:
                 "are not of one parameter"
             )
         made = self.make(how, *(None if t is None else local_of(t.detach()) for t in (state, weight)))
-        return around(made, weight if state is None else state)
+        return as_dtensor_like(made, weight if state is None else state)

@@ -10,7 +10,7 @@ from torch import Tensor
 from statestream.adam.fused_adam import FusedAdam
 from statestream.offload.muon.variants import muon_layout
 from statestream.offload.per_parameter.infer_state import unhooked
-from statestream.state.lazy_state import made
+from statestream.state.lazy_state import peek
 from statestream.tensors.local import is_dtensor, local_of
 from statestream.tensors.quantized import is_quantized
 
@@ -37,7 +37,7 @@ REPLACED = ("step", "_update", "_calls", "refresh_masters", "memory_report")
 """Of FusedAdam what is done otherwise while its state is in host memory."""
 
 
-def check_optimizer(optimizer: Any, step_chunk_bytes: int | None, elementwise: bool | None) -> None:
+def check_optimizer(optimizer: Any, step_chunk_bytes: int | None, per_parameter: bool | None) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer")
     if step_chunk_bytes is not None and (isinstance(step_chunk_bytes, bool) or not isinstance(step_chunk_bytes, int)):
@@ -50,13 +50,13 @@ def check_optimizer(optimizer: Any, step_chunk_bytes: int | None, elementwise: b
     known = isinstance(optimizer, FusedAdam) or type(optimizer) in ELEMENTWISE or muon_layout(optimizer) is not None
     if type(optimizer) in _BY_PARAMETER:
         known = not any(is_dtensor(p) for group in optimizer.param_groups for p in group["params"])
-    if elementwise is None and not known:
+    if per_parameter is None and not known:
         raise ValueError(
             f"{name}: it is not known whether each parameter's update depends on that parameter alone; pass "
-            "elementwise=True if it does, or elementwise=False to move all of its state in one pass"
+            "per_parameter=True if it does, or per_parameter=False to move all of its state in one pass"
         )
-    if elementwise is False and step_chunk_bytes is not None:
-        raise ValueError(f"{name}: elementwise=False moves all state in one pass; step_chunk_bytes must be None")
+    if per_parameter is False and step_chunk_bytes is not None:
+        raise ValueError(f"{name}: per_parameter=False moves all state in one pass; step_chunk_bytes must be None")
     check_methods(optimizer)
     check_step(optimizer)
     check_groups(optimizer, optimizer.param_groups)
@@ -151,7 +151,7 @@ def check_streamed(local: Tensor, name: str) -> None:
 def device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     """Where the trained parameters are (the others, if there are none); ValueError if in several places."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    trained = {local_of(p).device for p in params if p.requires_grad or made(optimizer.state, p)}
+    trained = {local_of(p).device for p in params if p.requires_grad or peek(optimizer.state, p)}
     real = {device for device in trained if device.type != "meta"}
     if len(real) > 1:
         raise ValueError(

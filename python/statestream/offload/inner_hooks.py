@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Charge", "charge_of", "hooks_without_charge"]
+__all__ = ["InnerHooks", "hooks_of_others", "inner_hooks_of"]
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -23,23 +23,23 @@ _HOOKS = (
 )
 
 
-class Charge:
-    """Of a Units (strategy.py) over its optimizer, which holds it as well; neither is held.
+class InnerHooks:
+    """Of a Strategy (strategy.py) over its optimizer, which holds it as well; neither is held.
 
-    While the Units is there, the optimizer's own `step()` and `load_state_dict` raise, and its `state_dict()` waits for
+    While that is there, the optimizer's own `step()` and `load_state_dict` raise, and its `state_dict()` waits for
     the last stores. Once that is gone the optimizer is one like any other, with its state in host memory. After
     `close` it does nothing any more.
     """
 
-    def __init__(self, units: Any):
-        self._units, self._name = weakref.ref(units), type(units.inner).__name__
+    def __init__(self, strategy: Any):
+        self._strategy, self._name = weakref.ref(strategy), type(strategy.inner).__name__
         self._handles: list[Any] = []
         self._lent = self.closed = False
         self._last_store: tuple[Any, Any] | None = None
 
     def begin(self, inner: torch.optim.Optimizer) -> None:
         """From here on; of whoever had it before no more."""
-        before = charge_of(inner)
+        before = inner_hooks_of(inner)
         step = inner.register_step_pre_hook(self._before_step)
         inner._optimizer_step_pre_hooks.move_to_end(step.id, last=False)
         export = inner.register_state_dict_pre_hook(self._before_export, prepend=True)
@@ -81,7 +81,7 @@ class Charge:
 
     def _check(self, call: str) -> None:
         self._check_open()
-        if self._units() is not None and not self._lent:
+        if self._strategy() is not None and not self._lent:
             raise RuntimeError(
                 f"{call}() of this {self._name}: its state is in host memory; call {call}() of the CPUOffloadOptimizer "
                 "over it"
@@ -96,19 +96,19 @@ class Charge:
             )
 
 
-def charge_of(inner: torch.optim.Optimizer) -> Charge | None:
+def inner_hooks_of(inner: torch.optim.Optimizer) -> InnerHooks | None:
     """The charge over an optimizer, if its state is in host memory."""
     owners = (getattr(hook, "__self__", None) for hook in inner._optimizer_step_pre_hooks.values())
-    return next((owner for owner in owners if isinstance(owner, Charge)), None)
+    return next((owner for owner in owners if isinstance(owner, InnerHooks)), None)
 
 
-def hooks_without_charge(inner: torch.optim.Optimizer) -> dict[str, OrderedDict]:
+def hooks_of_others(inner: torch.optim.Optimizer) -> dict[str, OrderedDict]:
     """The optimizer's hooks as they are without a charge, for a twin of it."""
     return {
         name: OrderedDict(
             (key, hook)
             for key, hook in getattr(inner, name).items()
-            if not isinstance(getattr(hook, "__self__", None), Charge)
+            if not isinstance(getattr(hook, "__self__", None), InnerHooks)
         )
         for name in _HOOKS
     }

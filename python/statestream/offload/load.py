@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream.offload.one_pass import OnePass
-from statestream.offload.per_parameter.strategy import WholeParameters
+from statestream.offload.one_pass import OnePassStrategy
+from statestream.offload.per_parameter.strategy import PerParameterStrategy
 from statestream.tensors.local import is_fake, local_of
-from statestream.tensors.sharding import local_share
+from statestream.tensors.sharding import shard_of
 from statestream.tensors.validate import (
     FLOATS,
     check_has_data,
@@ -48,9 +48,9 @@ class _Local:
     local: Tensor
 
 
-def load_plain(units: WholeParameters | OnePass, state_dict: dict[str, Any]) -> None:
-    inner = units.inner
-    with units.charge.lent():
+def load_plain(strategy: PerParameterStrategy | OnePassStrategy, state_dict: dict[str, Any]) -> None:
+    inner = strategy.inner
+    with strategy.inner_hooks.lent():
         for hook in list(inner._optimizer_load_state_dict_pre_hooks.values()):
             changed = hook(inner, state_dict)
             if changed is not None:
@@ -62,18 +62,18 @@ def load_plain(units: WholeParameters | OnePass, state_dict: dict[str, Any]) -> 
         raise ValueError(f"the state dict has groups of {lengths} parameters, the optimizer of {wanted}")
     states, pairs = state_dict["state"], _pairs(groups, inner)
     check_states_are_listed(states, pairs)
-    if isinstance(units, WholeParameters):
-        units.reserve([param for key, (param, _, _) in pairs.items() if states.get(key)])
+    if isinstance(strategy, PerParameterStrategy):
+        strategy.reserve([param for key, (param, _, _) in pairs.items() if states.get(key)])
     for number, (saved, group) in enumerate(zip(groups, inner.param_groups, strict=True)):
         check_settings(saved, group, number)
-    loads, names = [], units.names()
+    loads, names = [], strategy.names()
     for key, (param, saved, group) in pairs.items():
         label = names[id(param)]
         with named_in_errors(label):
             if states.get(key):
-                loads.append(_Load(param, _checked_state(units, states[key], param, saved, group, label)))
-    if isinstance(units, WholeParameters):
-        units.make_room([load.param for load in loads])
+                loads.append(_Load(param, _checked_state(strategy, states[key], param, saved, group, label)))
+    if isinstance(strategy, PerParameterStrategy):
+        strategy.make_room([load.param for load in loads])
     kept = [{k: g[k] for k in LOCAL_OPTIONS if k in g} for g in inner.param_groups]
     others = {k: v for k, v in states.items() if k not in pairs}
     before = {key: inner.__dict__[key] for key in ("state", "param_groups")}
@@ -83,14 +83,14 @@ def load_plain(units: WholeParameters | OnePass, state_dict: dict[str, Any]) -> 
     except BaseException:  # it makes new ones, and puts them in place before an optimizer's own __setstate__ runs
         inner.__dict__.update(before)
         raise
-    units.torn[:] = [names[id(load.param)] for load in loads]  # until all is written
+    strategy.torn[:] = [names[id(load.param)] for load in loads]  # until all is written
     for group, options in zip(inner.param_groups, kept, strict=True):
         group.update(options)
     for load in loads:
-        inner.state[load.param] = _filled(units, load)
+        inner.state[load.param] = _filled(strategy, load)
     inner.__setstate__({})  # brings the state of older versions of an optimizer up to date
-    units.loaded()
-    units.torn.clear()
+    strategy.loaded()
+    strategy.torn.clear()
     for hook in list(inner._optimizer_load_state_dict_post_hooks.values()):
         hook(inner)
 
@@ -109,7 +109,7 @@ def _pairs(groups: list[Mapping[str, Any]], inner: torch.optim.Optimizer) -> Pai
 
 
 def _checked_state(
-    units: WholeParameters | OnePass,
+    strategy: PerParameterStrategy | OnePassStrategy,
     state: Any,
     param: Tensor,
     saved: Mapping[str, Any],
@@ -119,14 +119,14 @@ def _checked_state(
     """A parameter's state, each value as it will be held or as a _Local; ValueError for what does not fit."""
     if not isinstance(state, Mapping):
         raise ValueError(f"the state of {label}: expected a dict, found {type(state).__name__}")
-    checked = {name: _checked(units, value, name, param, label) for name, value in state.items()}
+    checked = {name: _checked(strategy, value, name, param, label) for name, value in state.items()}
     # Which states there are may hang on which settings are zero or off.
     alike = all(bool(saved[k]) == bool(v) for k, v in group.items() if k in saved and isinstance(v, (bool, int, float)))
-    if isinstance(units, WholeParameters) and alike:
-        for name in units.kinds_to_load(param):
+    if isinstance(strategy, PerParameterStrategy) and alike:
+        for name in strategy.kinds_to_load(param):
             if name not in checked:
                 raise ValueError(f"{name} of {label} is missing from the state dict")
-    _check_taken(units.inner, param, checked, group)
+    _check_taken(strategy.inner, param, checked, group)
     return checked
 
 
@@ -139,9 +139,9 @@ def _check_taken(inner: torch.optim.Optimizer, param: Tensor, state: dict[str, A
     twin.__setstate__({})
 
 
-def _checked(units: WholeParameters | OnePass, value: Any, name: str, param: Tensor, label: str) -> Any:
+def _checked(strategy: PerParameterStrategy | OnePassStrategy, value: Any, name: str, param: Tensor, label: str) -> Any:
     what = f"{name} of {label}"
-    kind = units.kinds_to_load(param).get(name) if isinstance(units, WholeParameters) else None
+    kind = strategy.kinds_to_load(param).get(name) if isinstance(strategy, PerParameterStrategy) else None
     if kind is not None or isinstance(value, Tensor):
         value = plain_tensor(value, what)
     if name == "step" and kind is None and (not isinstance(value, Tensor) or value.numel() == 1):
@@ -149,14 +149,14 @@ def _checked(units: WholeParameters | OnePass, value: Any, name: str, param: Ten
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     if kind is not None and value.shape == param.shape:
-        local = local_share(value, param, name, label)
+        local = shard_of(value, param, name, label)
     else:
         local = local_of(value)
     check_has_data(local, what)
     if is_fake(local) and not is_fake(local_of(param)):
         raise ValueError(f"{what}: a tensor on {local.device} without data in the state dict")
     if kind is None:
-        return value if isinstance(units, OnePass) else value.detach().clone().cpu()
+        return value if isinstance(strategy, OnePassStrategy) else value.detach().clone().cpu()
     if tuple(local.shape) != kind.shape:
         raise ValueError(f"{what}: local shape {tuple(local.shape)} in the state dict, {kind.shape} in the optimizer")
     if local.dtype is not kind.dtype and not (local.dtype in FLOATS and kind.dtype in FLOATS):
@@ -164,13 +164,13 @@ def _checked(units: WholeParameters | OnePass, value: Any, name: str, param: Ten
     return _Local(value, local)
 
 
-def _filled(units: WholeParameters | OnePass, load: _Load) -> dict[str, Any]:
+def _filled(strategy: PerParameterStrategy | OnePassStrategy, load: _Load) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for name, value in load.state.items():
         if isinstance(value, _Local):
-            state[name] = units.fill(load.param, name, value.local)
-        elif isinstance(value, Tensor) and isinstance(units, OnePass):
-            state[name] = units.host_tensor(load.param, name, value)
+            state[name] = strategy.fill(load.param, name, value.local)
+        elif isinstance(value, Tensor) and isinstance(strategy, OnePassStrategy):
+            state[name] = strategy.host_tensor(load.param, name, value)
         else:
             state[name] = value
     return state

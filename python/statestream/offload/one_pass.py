@@ -14,14 +14,14 @@ from statestream.adam.grad_scaling import StepNumbers
 from statestream.offload.host.store import compact_copy
 from statestream.offload.per_parameter.infer_state import check_plain, is_host_scalar, unhooked_step
 from statestream.offload.per_parameter.subset import Subset
-from statestream.offload.strategy import Units
+from statestream.offload.strategy import Strategy
 from statestream.tensors.local import local_of
-from statestream.tensors.sharding import around
+from statestream.tensors.sharding import as_dtensor_like
 
-__all__ = ["OnePass"]
+__all__ = ["OnePassStrategy"]
 
 
-class OnePass(Units):
+class OnePassStrategy(Strategy):
     """Keeps whatever state `inner` makes in pageable host memory between steps. Nothing is known of it, so
     nothing overlaps and device memory is all of the state."""
 
@@ -37,7 +37,7 @@ class OnePass(Units):
 
     def host_tensor(self, param: Tensor, name: str, value: Tensor) -> Tensor:
         """Host memory for a state that is loaded."""
-        host = around(local_of(value).to("cpu", copy=True), value)
+        host = as_dtensor_like(local_of(value).to("cpu", copy=True), value)
         if value.dim():
             self._moved[id(host)] = host
         return host
@@ -100,7 +100,7 @@ class OnePass(Units):
         def moved(value: Any) -> Any:
             if is_host_scalar(value, self.device.torch_device):
                 return value
-            host = around(local_of(value).to("cpu"), value)
+            host = as_dtensor_like(local_of(value).to("cpu"), value)
             self._moved[id(host)] = host
             return host
 
@@ -109,7 +109,7 @@ class OnePass(Units):
     def _to_device(self, state: Any) -> Any:
         def moved(value: Any) -> Any:
             if id(value) in self._moved:
-                return around(local_of(value).to(self.device.torch_device, copy=True), value)
+                return as_dtensor_like(local_of(value).to(self.device.torch_device, copy=True), value)
             return copy.deepcopy(value)
 
         return tree_map(moved, state)

@@ -29,7 +29,7 @@ from statestream.device.capture import refuse_capture
 from statestream.device.queues import device_for
 from statestream.interrupts import interrupts_held
 from statestream.memory import MemoryReport, report_of
-from statestream.offload.adam.strategy import ElementRanges
+from statestream.offload.adam.strategy import AdamStrategy
 from statestream.offload.checkpoint import export_state, load_state
 from statestream.offload.checks import (
     check_gradients,
@@ -40,11 +40,11 @@ from statestream.offload.checks import (
     device_of,
 )
 from statestream.offload.gradients.accumulate import OffloadedGradients
-from statestream.offload.inner_hooks import hooks_without_charge
-from statestream.offload.muon.strategy import MuonBatches
+from statestream.offload.inner_hooks import hooks_of_others
+from statestream.offload.muon.strategy import MuonStrategy
 from statestream.offload.muon.variants import muon_layout
-from statestream.offload.one_pass import OnePass
-from statestream.offload.per_parameter.strategy import WholeParameters
+from statestream.offload.one_pass import OnePassStrategy
+from statestream.offload.per_parameter.strategy import PerParameterStrategy
 from statestream.offload.step_plan import StepPlan, plan_of
 from statestream.tensors.local import is_dtensor, local_of
 from statestream.tensors.validate import as_state_dict
@@ -69,9 +69,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             smallest piece, of a Muon over several ranks a batch of matrices: one that alone exceeds the bound is
             stepped alone, and a warning says so with both numbers. None: everything in one pass. `plan` tells what
             comes of it.
-        elementwise: whether each parameter's update depends on that parameter, its gradient and its state alone.
+        per_parameter: whether each parameter's update depends on that parameter, its gradient and its state alone.
             Known for torch's optimizers, but for Adafactor of DTensors; of others it has to be said. False: all state
-            moves in one pass.
+            moves in one pass. `elementwise` is its old name.
         cpu_fraction: how much of the update the host does itself, from 0 (all state is streamed) to 1; for FusedAdam
             alone. Of its share gradients come down and weights go up, and the state stays where it is; both sides
             work at once, and the results are the same bits. "auto": the share at which both end together, from how
@@ -113,20 +113,25 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         step_chunk_bytes: int | None = None,
         *,
-        elementwise: bool | None = None,
+        per_parameter: bool | None = None,
         state_dict_snapshot: bool = True,
         cpu_fraction: float | str = 0.0,
         cpu_threads: int | None = None,
         offload_gradients: bool = False,
+        elementwise: bool | None = None,
     ):
         if isinstance(optimizer, CPUOffloadOptimizer):
             raise TypeError("optimizer: it is a CPUOffloadOptimizer already")
-        check_optimizer(optimizer, step_chunk_bytes, elementwise)
+        if elementwise is not None:
+            if per_parameter is not None:
+                raise TypeError("elementwise: it is the old name of per_parameter; give that alone")
+            per_parameter = elementwise
+        check_optimizer(optimizer, step_chunk_bytes, per_parameter)
         check_share(optimizer, cpu_fraction, cpu_threads)
         check_gradients(optimizer, offload_gradients)
         self._settings = {
             "step_chunk_bytes": step_chunk_bytes,
-            "elementwise": elementwise,
+            "per_parameter": per_parameter,
             "state_dict_snapshot": bool(state_dict_snapshot),
             "cpu_fraction": cpu_fraction,
             "cpu_threads": cpu_threads,
@@ -144,33 +149,33 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             self.inner.defaults.pop("differentiable", None)
         self._warned_capturable_if_run_uncaptured = True
 
-    def _build(self) -> ElementRanges | WholeParameters | OnePass:
+    def _build(self) -> AdamStrategy | PerParameterStrategy | OnePassStrategy:
         device = device_for(device_of(self.inner))
         budget = self._settings["step_chunk_bytes"]
         if isinstance(self.inner, FusedAdam):
             options = {k: self._settings[k] for k in ("cpu_fraction", "cpu_threads", "offload_gradients")}
-            units: Any = ElementRanges(self.inner, device, budget, **options)
-        elif self._settings["elementwise"] is False:
-            return OnePass(self.inner, device)
+            strategy: Any = AdamStrategy(self.inner, device, budget, **options)
+        elif self._settings["per_parameter"] is False:
+            return OnePassStrategy(self.inner, device)
         elif (layout := muon_layout(self.inner)) is not None:
-            units = MuonBatches(self.inner, device, budget, layout)
+            strategy = MuonStrategy(self.inner, device, budget, layout)
         else:
-            units = WholeParameters(self.inner, device, budget)
-        if complaint := plan_of(units).complaint(units.smallest):
+            strategy = PerParameterStrategy(self.inner, device, budget)
+        if complaint := plan_of(strategy).complaint(strategy.smallest):
             warnings.warn(complaint, RuntimeWarning, stacklevel=4)  # past torch.no_grad
-        return units
+        return strategy
 
-    def _settle(self, units: ElementRanges | WholeParameters | OnePass) -> None:
+    def _settle(self, strategy: AdamStrategy | PerParameterStrategy | OnePassStrategy) -> None:
         """From here on they step, and nobody else does."""
-        self._units = units
-        units.charge.begin(self.inner)
-        units.take_over_gradients()
+        self._strategy = strategy
+        strategy.inner_hooks.begin(self.inner)
+        strategy.take_over_gradients()
 
     @property
-    def units(self) -> ElementRanges | WholeParameters | OnePass:
-        if self._units is None:
+    def strategy(self) -> AdamStrategy | PerParameterStrategy | OnePassStrategy:
+        if self._strategy is None:
             raise RuntimeError("this CPUOffloadOptimizer was closed; build a new one, and load what was saved")
-        return self._units
+        return self._strategy
 
     def close(self) -> None:
         """Gives back what it holds: host memory, pinned or not, and hooks on parameters. State is gone: save
@@ -179,9 +184,9 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
         Deleting the optimizer does the same. This is for where something else still holds it, such as a scheduler.
         """
-        units, self._units = self._units, None
-        if units is not None:
-            units.close()
+        strategy, self._strategy = self._strategy, None
+        if strategy is not None:
+            strategy.close()
 
     # ---- what is shared with the inner optimizer ----
 
@@ -196,8 +201,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The inner optimizer's state, in host memory; waits for the last step's stores."""
-        if "_units" in self.__dict__:  # which torch's constructor looks before
-            self.units.wait()
+        if "_strategy" in self.__dict__:  # which torch's constructor looks before
+            self.strategy.wait()
         return self.inner.state
 
     @state.setter
@@ -237,7 +242,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
         @functools.wraps(value)
         def method(*args: Any, **kwargs: Any) -> Any:
-            self.units.wait()
+            self.strategy.wait()
             return value(*args, **kwargs)
 
         return method
@@ -253,43 +258,43 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> StepPlan:
         """Bytes on the device and the host, chunks, and what does not fit the bound: known before the first step."""
-        return plan_of(self.units)
+        return plan_of(self.strategy)
 
     @property
     def cpu_fraction(self) -> float:
         """The host's share of the next step; of "auto" what it has come to."""
-        return self.units.store.fraction
+        return self.strategy.store.fraction
 
     @property
     def host_state_bytes(self) -> int:
         """Bytes of host memory that hold state."""
-        return self.units.host_bytes
+        return self.strategy.host_bytes
 
     @property
     def pinned_bytes(self) -> int:
         """How many of them are pinned."""
-        return self.units.device.memory.pinned_bytes
+        return self.strategy.device.memory.pinned_bytes
 
     @torch._disable_dynamo
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch; host memory for the new parameters' state is taken here."""
         self._refuse_capture("add_param_group()")
-        self.units.check_in_charge()
-        self.units.wait()
+        self.strategy.check_in_charge()
+        self.strategy.wait()
         alone = self.plan.alone
         self.inner.add_param_group(param_group)
         try:
             check_groups(self.inner, self.inner.param_groups[-1:])
             device_of(self.inner)
-            self.units.adopt()
+            self.strategy.adopt()
         except BaseException:
-            self.units.drop(self.inner.param_groups.pop()["params"])
+            self.strategy.drop(self.inner.param_groups.pop()["params"])
             raise
-        self.units.take_over_gradients()
+        self.strategy.take_over_gradients()
         if self.plan.alone != alone:
             # past what torch.no_grad and torch._disable_dynamo wrap around this
-            warnings.warn(self.plan.complaint(self.units.smallest), RuntimeWarning, stacklevel=5)
+            warnings.warn(self.plan.complaint(self.strategy.smallest), RuntimeWarning, stacklevel=5)
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -304,7 +309,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def _gradients(self) -> OffloadedGradients | None:
-        return getattr(self.units, "gradients", None)
+        return getattr(self.strategy, "gradients", None)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -322,7 +327,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         if (gradients := self._gradients) is not None:
             self._refuse_capture("clip_grad_norm_()")
             return gradients.clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
-        norm = torch.nn.utils.clip_grad_norm_(self.units.params(), max_norm, norm_type, error_if_nonfinite)
+        norm = torch.nn.utils.clip_grad_norm_(self.strategy.params(), max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if is_dtensor(norm) else norm
 
     # ---- the step ----
@@ -335,11 +340,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         Step hooks of this optimizer, of the inner one and torch's global ones run once each.
         """
         self._refuse_capture("step()")
-        self.units.check_in_charge()
+        self.strategy.check_in_charge()
         check_step(self.inner)
-        self.units.check_whole()
+        self.strategy.check_whole()
         args: tuple[Any, ...] = (self.inner,) if closure is None else (self.inner, closure)
-        for hook in list(hooks_without_charge(self.inner)["_optimizer_step_pre_hooks"].values()):
+        for hook in list(hooks_of_others(self.inner)["_optimizer_step_pre_hooks"].values()):
             changed = hook(self.inner, args, legacy)
             if changed is not None:
                 if not (isinstance(changed, tuple) and len(changed) == 2):
@@ -379,7 +384,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             grad_scale, found_inf = scaling_of(self, scaler)
         else:
             grad_scale, found_inf = handed.get("grad_scale"), handed.get("found_inf")
-        self.units.step_bytes = 0
+        self.strategy.step_bytes = 0
         ours = isinstance(self.inner, FusedAdam)  # other optimizers read their settings, and grad_scale, themselves
         numbers = numbers_of(
             self.param_groups if ours else [], grad_scale=grad_scale if ours else None, found_inf=found_inf
@@ -389,15 +394,15 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         missing = object()
         before = {k: self.inner.__dict__.get(k, missing) for k in handed}
         try:
-            with interrupts_held(), self.units.charge.lent():
+            with interrupts_held(), self.strategy.inner_hooks.lent():
                 self.inner.__dict__.update(handed)
-                self.units.step(numbers)
+                self.strategy.step(numbers)
                 if grad_scale is not None and ours:
-                    with self.units.device.computing():
-                        unscale_gradients(self.units.params(), self.inner._grad_name, grad_scale)
+                    with self.strategy.device.computing():
+                        unscale_gradients(self.strategy.params(), self.inner._grad_name, grad_scale)
         except BaseException as error:
-            if self.units.torn and hasattr(error, "add_note"):
-                error.add_note(f"updated in part: {', '.join(self.units.torn)}")
+            if self.strategy.torn and hasattr(error, "add_note"):
+                error.add_note(f"updated in part: {', '.join(self.strategy.torn)}")
             raise
         finally:
             for key, value in before.items():
@@ -411,7 +416,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """FusedAdam inside: as its own. Weights on a GPU come down to the masters in slices."""
         if not isinstance(self.inner, FusedAdam):
             raise TypeError(f"{type(self.inner).__name__} has no masters")
-        self.units.wait()
+        self.strategy.wait()
         self.inner.refresh_masters()
 
     # ---- checkpoints ----
@@ -423,13 +428,13 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         FP32). Nothing goes to the device. A snapshot unless `state_dict_snapshot=False`. RuntimeError after a step or
         a load that left parameters updated in part, until a load succeeds."""
         self._refuse_capture("state_dict()")
-        self.units.check_in_charge()
+        self.strategy.check_in_charge()
         for hook in list(self._optimizer_state_dict_pre_hooks.values()):
             hook(self)
         with interrupts_held():
-            self.units.wait()
-            self.units.check_whole()
-            state_dict = export_state(self.units, snapshot=self.state_dict_snapshot)
+            self.strategy.wait()
+            self.strategy.check_whole()
+            state_dict = export_state(self.strategy, snapshot=self.state_dict_snapshot)
             self._exported = self._taken_by(state_dict)
         for hook in list(self._optimizer_state_dict_post_hooks.values()):
             changed = hook(self, state_dict)
@@ -443,15 +448,15 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         """Loads into the host state in place, whatever device the values are on. All is checked first: a load that
         is refused changes nothing."""
         self._refuse_capture("load_state_dict()")
-        self.units.check_in_charge()
+        self.strategy.check_in_charge()
         state_dict = as_state_dict(state_dict)
         for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
             changed = hook(self, state_dict)
             if changed is not None:
                 state_dict = changed
         with interrupts_held():
-            load_state(self.units, state_dict)
-            self.units.torn.clear()
+            load_state(self.strategy, state_dict)
+            self.strategy.torn.clear()
         for hook in list(self._optimizer_load_state_dict_post_hooks.values()):
             hook(self)
 
@@ -463,17 +468,17 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         step that is state and what restores parameters after an error; what an optimizer of another kind than
         FusedAdam allocates for itself is not known here."""
         arenas: dict[str, int] = {}
-        for arena in (arena for bank in self.units.store.banks for arena in bank.arenas):
+        for arena in (arena for bank in self.strategy.store.banks for arena in bank.arenas):
             arenas[arena.kind] = arenas.get(arena.kind, 0) + arena.nbytes
-        if self.units.staging_bytes:
-            arenas["staging"] = self.units.staging_bytes
+        if self.strategy.staging_bytes:
+            arenas["staging"] = self.strategy.staging_bytes
         return report_of(
-            self.units.params(),
-            {} if self.units.store.banks else self.inner.state,
+            self.strategy.params(),
+            {} if self.strategy.store.banks else self.inner.state,
             getattr(self.inner, "_grad_name", "grad"),
             arenas=arenas,
             exported=self._exported,
-            step_device=self.units.step_bytes,
+            step_device=self.strategy.step_bytes,
             pinned=self.pinned_bytes,
         )
 
@@ -490,10 +495,10 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def __getstate__(self) -> dict[str, Any]:
-        self.units.wait()
-        self.units.check_whole()
+        self.strategy.wait()
+        self.strategy.check_whole()
         gradients = {} if self._gradients is None else self._gradients.copies()
-        return {"settings": self._settings, "inner": self.units.detached(), "gradients": gradients}
+        return {"settings": self._settings, "inner": self.strategy.detached(), "gradients": gradients}
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -44,12 +44,12 @@ class StepPlan:
         )
 
 
-def plan_of(units: Any) -> StepPlan:
-    """The plan of a Units (strategy.py)."""
-    store, names = units.store, units.names()
+def plan_of(strategy: Any) -> StepPlan:
+    """The plan of a Strategy (strategy.py)."""
+    store, names = strategy.store, strategy.names()
     params = [param for bank in store.banks for param in bank.units]
     alone = []
-    if not units.splits_parameters:
+    if not strategy.splits_parameters:
         for chunk in store.plan.chunks:
             if chunk.pieces[0].unit in store.plan.oversize:
                 first = names.get(id(params[chunk.pieces[0].unit]), "a parameter that is gone")
@@ -58,11 +58,11 @@ def plan_of(units: Any) -> StepPlan:
     alone.sort(key=lambda each: -each[1])
     return StepPlan(
         step_chunk_bytes=store.budget,
-        device_bytes=units.device_bytes,
-        host_bytes=units.host_bytes,
-        gradient_bytes=units.gradient_bytes,
-        staging_bytes=units.staging_bytes,
-        pinned_bytes=units.device.memory.pinned_bytes,
+        device_bytes=strategy.device_bytes,
+        host_bytes=strategy.host_bytes,
+        gradient_bytes=strategy.gradient_bytes,
+        staging_bytes=strategy.staging_bytes,
+        pinned_bytes=strategy.device.memory.pinned_bytes,
         chunks=len(store.plan.chunks),
         alone=tuple(alone),
     )

@@ -1,7 +1,8 @@
 """What the ways of stepping an optimizer in parts have in common.
 
-A way is a class over this one: ElementRanges for FusedAdam, WholeParameters for elementwise optimizers, OnePass for
-the rest. Each takes over the state of `inner`, has `adopt` for parameters that were added, and `step`.
+A way is a class over this one: AdamStrategy for FusedAdam, PerParameterStrategy for elementwise optimizers,
+MuonStrategy for Muon, and OnePassStrategy for the rest. Each takes over the state of `inner`, has `adopt` for
+parameters that were added, and `step`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from statestream.arguments import names_of
 from statestream.device.queues import device_for
 from statestream.offload.checks import check_streamed
 from statestream.offload.host.store import StateStore
-from statestream.offload.inner_hooks import Charge, charge_of, hooks_without_charge
+from statestream.offload.inner_hooks import InnerHooks, hooks_of_others, inner_hooks_of
 from statestream.state.factory import check_not_torn
 from statestream.tensors.local import local_of
 from statestream.tensors.quantized import is_quantized
 
-__all__ = ["Units"]
+__all__ = ["Strategy"]
 
 
-class Units(ABC):
+class Strategy(ABC):
     """`inner`'s state in a store, and the device that it is streamed to.
 
     `torn` names parameters that an error left updated in part, which only a device that refuses every further
@@ -43,7 +44,7 @@ class Units(ABC):
         self.inner, self.device = inner, device
         self.store = StateStore(device.memory, budget)
         self.hooks = GradientHooks(inner)
-        self.charge = Charge(self)
+        self.inner_hooks = InnerHooks(self)
         self.torn: list[str] = []
         self.step_bytes: int | None = None
         """Device memory that the last step took for state, at its highest; None before the first."""
@@ -83,12 +84,12 @@ class Units(ABC):
 
     def wait(self) -> None:
         """Until host memory holds what the last step made."""
-        self.charge.wait()
+        self.inner_hooks.wait()
 
     @property
     def in_charge(self) -> bool:
         """Whether the optimizer's state is here, and in no other such object."""
-        return charge_of(self.inner) is self.charge
+        return inner_hooks_of(self.inner) is self.inner_hooks
 
     def check_in_charge(self) -> None:
         if not self.in_charge:
@@ -101,7 +102,7 @@ class Units(ABC):
         self.hooks.remove()
         if not self.in_charge:
             return
-        self.charge.closed = True
+        self.inner_hooks.closed = True
         try:
             self.wait()
         finally:
@@ -112,7 +113,7 @@ class Units(ABC):
         are shared: it is there to be copied or pickled."""
         twin = object.__new__(type(self.inner))
         twin.__dict__.update(self.inner.__dict__)
-        twin.__dict__.update(hooks_without_charge(self.inner))
+        twin.__dict__.update(hooks_of_others(self.inner))
         twin.__dict__.pop("step", None)  # a scheduler's, which steps `inner`
         return twin
 

@@ -45,28 +45,28 @@ class Timeline:
     """
 
     def __init__(self, optimizer: CPUOffloadOptimizer):
-        units = getattr(optimizer, "units", None)
-        if units is None:
+        strategy = getattr(optimizer, "strategy", None)
+        if strategy is None:
             raise TypeError(f"a timeline is of a CPUOffloadOptimizer, not of {type(optimizer).__name__}")
-        self._units = weakref.ref(units)  # the times may be kept longer than the optimizer
+        self._strategy = weakref.ref(strategy)  # the times may be kept longer than the optimizer
         self.spans: list[Span] = []
 
     def __enter__(self) -> Timeline:
-        units = self._units()
-        if units is None:
+        strategy = self._strategy()
+        if strategy is None:
             raise RuntimeError("the optimizer of this timeline is gone; make one of an optimizer that is there")
-        if isinstance(units.device, _Recorder):
+        if isinstance(strategy.device, _Recorder):
             raise RuntimeError("this optimizer's steps are being recorded already")
-        self._recorder = units.device = _Recorder(units.device)
+        self._recorder = strategy.device = _Recorder(strategy.device)
         return self
 
     def __exit__(self, *_: object) -> None:
-        units, recorder = self._units(), self._recorder
+        strategy, recorder = self._strategy(), self._recorder
         del self._recorder
-        if units is not None:
-            if units.device is recorder:  # unless the model has moved to another
-                units.device = recorder.device
-            units.wait()
+        if strategy is not None:
+            if strategy.device is recorder:  # unless the model has moved to another
+                strategy.device = recorder.device
+            strategy.wait()
         self.spans = recorder.spans()
 
     def save_png(self, path: str | Path) -> None:

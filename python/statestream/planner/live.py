@@ -114,7 +114,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     inner = optimizer.inner if offload else optimizer
     if not isinstance(inner, FusedAdam):
         raise TypeError(f"plan() knows the state of FusedAdam, not of {type(inner).__name__}; leave the optimizer out")
-    form = inner.form
+    form = inner.state_format
     master: Format | None = None
     if form.master_weights:
         master = (

@@ -12,13 +12,13 @@ from statestream.state.state_format import MASTER, STEP, StateFormat
 from statestream.state.stored import SCALED, Stored
 from statestream.tensors.local import is_fake, local_of, same_layout
 from statestream.tensors.quantized import dequantized, is_quantized
-from statestream.tensors.sharding import around
+from statestream.tensors.sharding import as_dtensor_like
 from statestream.tensors.validate import count_of
 
-__all__ = ["StateKeeper", "check_not_torn"]
+__all__ = ["StateFactory", "check_not_torn"]
 
 
-class StateKeeper:
+class StateFactory:
     """Makes states by a format. `scales` holds what `state` does not: the scales of each parameter's scaled states, by
     name; a checkpoint has values, which need none."""
 
@@ -26,7 +26,7 @@ class StateKeeper:
     """Whether a CPUOffloadOptimizer has the state."""
 
     def __init__(self, form: StateFormat):
-        self.form = form
+        self.state_format = form
         self.scales: dict[Tensor, dict[str, Tensor]] = {}
         self.torn: list[str] = []
         """Names of parameters that an error left updated in part, until a load succeeds."""
@@ -39,7 +39,7 @@ class StateKeeper:
 
     def all_stored(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """A parameter's state with tensors shaped as the parameter as Stored; all else as it is."""
-        shaped = self.form.dtypes(param)
+        shaped = self.state_format.dtypes(param)
         return {name: self.stored(param, name, v) if name in shaped else v for name, v in state.items()}
 
     def with_scales(self, param: Tensor, state: dict[str, Any] | None) -> dict[str, Any]:
@@ -59,11 +59,11 @@ class StateKeeper:
 
         Tensors are laid out as the parameter is, on its device and mesh; `step` is a 0-dim float32.
         """
-        step_device = local_of(param).device if self.form.step_on_device else "cpu"
+        step_device = local_of(param).device if self.state_format.step_on_device else "cpu"
         # A tensor made in inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
             state: dict[str, Any] = {STEP: torch.zeros((), dtype=torch.float32, device=step_device)}
-            for name, dtype in self.form.dtypes(param).items():
+            for name, dtype in self.state_format.dtypes(param).items():
                 state[name] = self._new(param, name, dtype)
         return state
 
@@ -73,7 +73,7 @@ class StateKeeper:
         A parameter's data moves under it: `model.to(device)`, `to_empty`, a memory format, a dtype that
         needs a master or no longer does. Values are kept, but for state of a parameter that had no data.
         """
-        dtypes = self.form.dtypes(param)
+        dtypes = self.state_format.dtypes(param)
         target = local_of(param)
         if MASTER not in dtypes:
             state.pop(MASTER, None)
@@ -88,7 +88,7 @@ class StateKeeper:
             state[name] = self._new(param, name, dtype)
             if old.tensor.shape == param.shape:
                 self.carry(old, self.stored(param, name, state[name]))
-        step_device = target.device if self.form.step_on_device else torch.device("cpu")
+        step_device = target.device if self.state_format.step_on_device else torch.device("cpu")
         step = self.step_in(state)
         if step.device != step_device or step.dtype is not torch.float32 or step is not state.get(STEP):
             state[STEP] = torch.zeros((), dtype=torch.float32, device=step_device)
@@ -118,7 +118,7 @@ class StateKeeper:
             self.stored(param, name, state).write(_values(local))
         else:
             state.zero_()
-        return around(state, param)
+        return as_dtensor_like(state, param)
 
     @staticmethod
     def _fits(old: Stored, dtype: torch.dtype, target: Tensor) -> bool:

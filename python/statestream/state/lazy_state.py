@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["PromisedState", "made"]
+__all__ = ["LazyState", "peek"]
 
 
-class PromisedState(defaultdict):
+class LazyState(defaultdict):
     """State of every group member, present as soon as anyone looks.
 
     It is true from the start, when it is still empty: DCP takes a false state for a reason to run a step
@@ -66,10 +66,10 @@ class PromisedState(defaultdict):
 
     def __reduce__(self):
         # The owner's method stays behind; the owner's copy binds its own (Optimizer.__setstate__).
-        return (PromisedState, (), None, None, iter(self.items()))
+        return (LazyState, (), None, None, iter(self.items()))
 
 
-def made(states: dict[Tensor, dict[str, Any]], param: Tensor) -> dict[str, Any] | None:
+def peek(states: dict[Tensor, dict[str, Any]], param: Tensor) -> dict[str, Any] | None:
     """A parameter's state if it is there already; looking so makes nothing. `states` may be any dictionary: trainers
     reset an optimizer by giving it another."""
     return dict.get(states, param)

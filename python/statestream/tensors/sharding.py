@@ -10,13 +10,13 @@ from torch import Tensor
 
 from statestream.tensors.local import is_dtensor, is_fake, local_of
 
-__all__ = ["around", "local_ranges", "local_share", "placed_as"]
+__all__ = ["as_dtensor_like", "local_ranges", "redistribute_like", "shard_of"]
 
 Range = tuple[int, int]
 """First index along a dimension, and one past the last."""
 
 
-def around(local: Tensor, like: Tensor) -> Tensor:
+def as_dtensor_like(local: Tensor, like: Tensor) -> Tensor:
     """`local` as the local tensor of a DTensor on the mesh of `like`, with its placements, shape and stride;
     `local` itself where `like` is a plain tensor.
 
@@ -32,7 +32,7 @@ def around(local: Tensor, like: Tensor) -> Tensor:
     return DTensor(local, spec, requires_grad=False)
 
 
-def placed_as(grad: Tensor, param: Tensor, name: str) -> Tensor:
+def redistribute_like(grad: Tensor, param: Tensor, name: str) -> Tensor:
     """A gradient with the placements of its parameter: itself, unless autograd left it a sum that is still to be
     taken (Partial) or cut it otherwise. Then it is redistributed, as torch's own optimizers do: a collective, the
     same on every rank. Raises ValueError where the two are on different meshes."""
@@ -45,7 +45,7 @@ def placed_as(grad: Tensor, param: Tensor, name: str) -> Tensor:
     return grad.redistribute(param.device_mesh, param.placements)
 
 
-def local_share(value: Tensor, param: Tensor, name: str, label: str) -> Tensor:
+def shard_of(value: Tensor, param: Tensor, name: str, label: str) -> Tensor:
     """This rank's part of `value`, shaped as the local tensor of `param`, on the device where `value` is.
 
     `value` is a tensor of the parameter's global shape: a DTensor with the parameter's placements on the same

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from statestream.tensors.local import address_of, copy_version
 
-__all__ = ["WriteWatch"]
+__all__ = ["WriteTracker"]
 
 _version = attrgetter("_version")
 _PLAIN = {Tensor, Parameter}
@@ -57,7 +57,7 @@ class _Seen:
         self.memories = [self.memories[place] for place in places]
 
 
-class WriteWatch:
+class WriteTracker:
     """Remembers how parameters looked. Writes through `.data` into the same memory leave no trace and are not
     noticed.
 

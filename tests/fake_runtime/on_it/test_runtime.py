@@ -160,10 +160,10 @@ def test_control_a_step_that_waits_is_noticed(monkeypatch):
     optimizer = CPUOffloadOptimizer(FusedAdam(on(torch.device("cuda", 0))), 1 << 14)
     optimizer.step()
     assert left_behind_but_registered() == []
-    begin = type(optimizer.units).step if hasattr(type(optimizer.units), "step") else None
+    begin = type(optimizer.strategy).step if hasattr(type(optimizer.strategy), "step") else None
     assert begin is not None
     monkeypatch.setattr(
-        type(optimizer.units), "step", lambda self, *a, **k: (torch.cuda.synchronize(), begin(self, *a, **k))[1]
+        type(optimizer.strategy), "step", lambda self, *a, **k: (torch.cuda.synchronize(), begin(self, *a, **k))[1]
     )
     optimizer.step()
     assert any("waited: cudaDeviceSynchronize" in line for line in left_behind_but_registered())

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from statestream.state.factory import StateKeeper
+from statestream.state.factory import StateFactory
 from statestream.state.state_format import MASTER, MOMENTS, STEP, StateFormat
 from statestream.tensors.local import is_fake, local_of, same_layout
 
-__all__ = ["STATES", "HostKeeper", "scales_of"]
+__all__ = ["STATES", "HostStateFactory", "scales_of"]
 
 STATES = (*MOMENTS, MASTER)
 
@@ -21,11 +21,11 @@ def scales_of(name: str) -> str:
     return f"{name} scales"
 
 
-class HostKeeper(StateKeeper):
-    """StateKeeper whose tensors and scales are views of arenas: made, reset and kept in place.
+class HostStateFactory(StateFactory):
+    """StateFactory whose tensors and scales are views of arenas: made, reset and kept in place.
 
-    The arenas are those of `ranges`, an ElementRanges, which owns the optimizer that owns this keeper. Once it is gone
-    this is a StateKeeper like any other, of state that is in host memory still.
+    The arenas are those of `ranges`, an AdamStrategy, which owns the optimizer that owns this keeper. Once it is gone
+    this is a StateFactory like any other, of state that is in host memory still.
     """
 
     def __init__(self, form: StateFormat, ranges: Any):
@@ -60,7 +60,7 @@ class HostKeeper(StateKeeper):
         if ranges is None:
             super().follow(param, state)
             return
-        local, dtypes = local_of(param), self.form.dtypes(param)
+        local, dtypes = local_of(param), self.state_format.dtypes(param)
         others = {name: value for name, value in state.items() if name not in (STEP, *STATES)}
         fits = set(state) - set(others) == {STEP, *dtypes} and all(
             state[name].dtype is dtype and same_layout(local_of(state[name]), local) for name, dtype in dtypes.items()
@@ -82,7 +82,7 @@ class HostKeeper(StateKeeper):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the optimizer has no part in the arenas.
-        return StateKeeper, (self.form,), {"form": self.form, "scales": self.scales}
+        return StateFactory, (self.state_format,), {"form": self.state_format, "scales": self.scales}
 
     def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
         if is_fake(local_of(param)):

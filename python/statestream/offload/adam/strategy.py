@@ -21,26 +21,26 @@ from statestream.kernels import AdamOptions, Formats
 from statestream.kernels.abi import scale_count
 from statestream.kernels.rows import runs_for
 from statestream.offload.adam.device_step import AdamFlow, Job
-from statestream.offload.adam.factory import STATES, HostKeeper, scales_of
+from statestream.offload.adam.factory import STATES, HostStateFactory, scales_of
 from statestream.offload.adam.host_share import HostSide
 from statestream.offload.gradients.accumulate import GRAD_BYTES, OffloadedGradients
 from statestream.offload.host.arena import GRADS
-from statestream.offload.host.store import Entry, Home, compact_copy, largest_shard
-from statestream.offload.strategy import Units
-from statestream.state.factory import StateKeeper
-from statestream.state.lazy_state import PromisedState
+from statestream.offload.host.store import Entry, Location, compact_copy, largest_shard
+from statestream.offload.strategy import Strategy
+from statestream.state.factory import StateFactory
+from statestream.state.lazy_state import LazyState
 from statestream.state.state_format import MASTER, STEP
 from statestream.state.stored import SCALED, Stored
 from statestream.streaming import pipeline
 from statestream.streaming.plan import GRAIN_ELEMENTS, Unit
 from statestream.tensors.global_index import runs_of
 from statestream.tensors.local import local_of
-from statestream.tensors.sharding import around
+from statestream.tensors.sharding import as_dtensor_like
 
-__all__ = ["ElementRanges"]
+__all__ = ["AdamStrategy"]
 
 
-class ElementRanges(Units):
+class AdamStrategy(Strategy):
     """Keeps `inner`'s state in arenas and steps it through `device` in chunks of at most `budget` bytes."""
 
     splits_parameters = True
@@ -61,17 +61,17 @@ class ElementRanges(Units):
             self.hooks = self.gradients.hooks
         self._counters: dict[int, Tensor] = {}
         self._views: dict[int, dict[str, Any]] = {}
-        form = inner.form
+        form = inner.state_format
         scales = [scales_of(name) for name in STATES if form.dtype_of(name) in SCALED]
         self.kinds = (*STATES, *([GRADS] if offload_gradients else []), *scales)
-        state, keeper, table = dict(inner.state), inner._keeper, inner._table
-        inner._keeper = HostKeeper(form, self)
-        inner._table = StepTable(inner._keeper, inner.rounding)
+        state, factory, table = dict(inner.state), inner._factory, inner._table
+        inner._factory = HostStateFactory(form, self)
+        inner._table = StepTable(inner._factory, inner.rounding)
         existing = {p: inner.state.pop(p) for p in state if isinstance(p, Tensor)}
         try:
-            self.adopt({p: keeper.all_stored(p, values) for p, values in existing.items()})
+            self.adopt({p: factory.all_stored(p, values) for p, values in existing.items()})
         except BaseException:  # no memory: the optimizer stays as it was
-            inner._keeper, inner._table = keeper, table
+            inner._factory, inner._table = factory, table
             inner.state.clear()
             inner.state.update(state)
             raise
@@ -79,7 +79,7 @@ class ElementRanges(Units):
     # ---- state ----
 
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
-        """Makes host state for every trained parameter that has none, with values from `existing` (StateKeeper's
+        """Makes host state for every trained parameter that has none, with values from `existing` (StateFactory's
         all_stored) where given."""
         existing, takes = existing or {}, self.inner._table.takes
         with torch.no_grad():
@@ -89,9 +89,9 @@ class ElementRanges(Units):
                 state = self.inner.state[param]
                 for name, value in existing.get(param, {}).items():
                     if isinstance(value, Stored):
-                        self.inner._keeper.carry(value, self.inner._keeper.stored(param, name, state[name]))
+                        self.inner._factory.carry(value, self.inner._factory.stored(param, name, state[name]))
                     elif name == STEP:
-                        state[name].copy_(self.inner._keeper.step_in({STEP: value}))
+                        state[name].copy_(self.inner._factory.step_in({STEP: value}))
                     elif name not in STATES:  # a user's own, which is not streamed
                         state[name] = value
         if self.gradients is not None:
@@ -106,7 +106,7 @@ class ElementRanges(Units):
         new = list({id(p): p for p in params if self.store.home(p) is None}.values())
         if not new:
             return
-        masters = {id(p): self.inner.form.dtypes(p).get(MASTER) for p in new}
+        masters = {id(p): self.inner.state_format.dtypes(p).get(MASTER) for p in new}
         first = next((dtype for dtype in masters.values() if dtype is not None), None)
         for together in (True, False):
             bank = [p for p in new if (masters[id(p)] in (None, first)) is together]
@@ -128,7 +128,7 @@ class ElementRanges(Units):
 
     def _grain_bytes(self, param: Tensor) -> list[int]:
         """Bytes of each kind in a grain of the parameter's state."""
-        dtypes = self.inner.form.dtypes(param)
+        dtypes = self.inner.state_format.dtypes(param)
         grain_bytes = [dtypes[kind].itemsize * GRAIN_ELEMENTS if kind in dtypes else 0 for kind in STATES]
         if self.gradients is not None:
             grain_bytes.append(GRAD_BYTES * GRAIN_ELEMENTS)
@@ -146,14 +146,14 @@ class ElementRanges(Units):
             self.gradients.clear()
         super().close()
         if in_charge:
-            inner._keeper = StateKeeper(inner.form)
-            inner._table = StepTable(inner._keeper, inner.rounding)
+            inner._factory = StateFactory(inner.state_format)
+            inner._table = StepTable(inner._factory, inner.rounding)
 
     def drop(self, params: Iterable[Tensor]) -> None:
         for param in params:
             self._counters.pop(id(param), None)
             self._views.pop(id(param), None)
-            self.inner._keeper.forget(param)
+            self.inner._factory.forget(param)
         super().drop(params)
 
     def take_over_gradients(self) -> None:
@@ -165,24 +165,24 @@ class ElementRanges(Units):
     @torch.no_grad()
     def views(self, param: Tensor) -> dict[str, Any]:
         """The parameter's state as tensors in host memory, distributed as the parameter is."""
-        home = self.home_of(param)
+        home = self.device_of_scalar(param)
         local = local_of(param)
         state: dict[str, Any] = {STEP: self._counters[id(param)]}
         scales = {}
-        for name, dtype in self.inner.form.dtypes(param).items():
+        for name, dtype in self.inner.state_format.dtypes(param).items():
             arena = home.bank.arenas[self.kinds.index(name)]
-            state[name] = around(arena.view(home.index, dtype, local), param)
+            state[name] = as_dtensor_like(arena.view(home.index, dtype, local), param)
             if dtype in SCALED:
                 of_blocks = torch.empty(scale_count(local.numel()), dtype=torch.float32, device="meta")
                 arena = home.bank.arenas[self.kinds.index(scales_of(name))]
                 scales[name] = arena.view(home.index, torch.float32, of_blocks)
-        self.inner._keeper.forget(param)
+        self.inner._factory.forget(param)
         if scales:
-            self.inner._keeper.scales[param] = scales
+            self.inner._factory.scales[param] = scales
         self._views[id(param)] = dict(state)
         return state
 
-    def home_of(self, param: Tensor) -> Home:
+    def device_of_scalar(self, param: Tensor) -> Location:
         """Where the parameter's state lies, with room for the parameter as it is now.
 
         One that has no place gets one. So does one that changed, together with all others that did: a model's new
@@ -209,10 +209,10 @@ class ElementRanges(Units):
     def detached(self) -> FusedAdam:
         twin = super().detached()
         twin._hooks = None
-        twin._keeper = StateKeeper(self.inner.form)
-        for param, scales in self.inner._keeper.scales.items():
-            twin._keeper.scales[param] = compact_copy(scales)
-        twin.state = PromisedState(twin._make_state)
+        twin._factory = StateFactory(self.inner.state_format)
+        for param, scales in self.inner._factory.scales.items():
+            twin._factory.scales[param] = compact_copy(scales)
+        twin.state = LazyState(twin._make_state)
         for param, state in self.inner.state.items():
             twin.state[param] = {name: compact_copy(value) for name, value in state.items()}
         return twin
@@ -244,7 +244,7 @@ class ElementRanges(Units):
             self.took(layout.plan.ring_bytes)
             try:
                 event = pipeline.run(self.device, layout.plan.ring_bytes, stages, flow, host)
-                self.charge.stored(self.device, event)
+                self.inner_hooks.stored(self.device, event)
             finally:
                 flow.commit()
             if stages:
@@ -301,7 +301,7 @@ class ElementRanges(Units):
         local = table.check(param, name)
         grad = self._grad(table, name, param, local)
         state = self.inner.state[param]
-        self.inner._keeper.follow(param, state)
+        self.inner._factory.follow(param, state)
         tensors = {kind: local_of(state[kind]) for kind in STATES if kind in state}
         codes = [kernels.state_format_of(tensors[kind]) if kind in tensors else kernels.NONE for kind in STATES]
         formats = Formats(kernels.format_of(local), kernels.format_of(grad), *codes)

@@ -32,7 +32,7 @@ GRAD_BYTES = 4
 
 
 class OffloadedGradients:
-    """Of the parameters of `owner`, an ElementRanges: the sums lie in its arenas.
+    """Of the parameters of `owner`, an AdamStrategy: the sums lie in its arenas.
 
     The sums since the last step (or zero_grad) are what the next step uses, and uses up. An error on the way of a
     gradient is raised by the next call that needs it; from then on the sums are incomplete, and steps refuse them,
@@ -237,7 +237,7 @@ class OffloadedGradients:
     # ---- where they are ----
 
     def _place(self, param: Tensor, local: Tensor) -> Tensor:
-        home = self.owner.home_of(param)
+        home = self.owner.device_of_scalar(param)
         arena = home.bank.arenas[self.owner.kinds.index(GRADS)]
         with torch.inference_mode(False):
             return arena.view(home.index, torch.float32, local)

@@ -15,7 +15,7 @@ from statestream.streaming.plan import Piece, Plan, Unit, make_plan
 from statestream.streaming.share import cut_at, device_units, host_chunks
 from statestream.tensors.local import is_dtensor, local_of
 
-__all__ = ["ARENA_BYTES", "Entry", "Home", "StateStore", "compact_copy", "largest_shard"]
+__all__ = ["ARENA_BYTES", "Entry", "Location", "StateStore", "compact_copy", "largest_shard"]
 
 
 ARENA_BYTES = 2 << 30
@@ -37,7 +37,7 @@ class Entry:
 
 
 @dataclass
-class Home:
+class Location:
     """Where one parameter's state lies: the `index`-th unit of a bank."""
 
     param: Tensor
@@ -62,7 +62,7 @@ class StateStore:
         self.memory, self.budget = memory, budget
         self.fraction = 0.0
         self.banks: list[Bank] = []
-        self.homes: dict[int, Home] = {}
+        self.homes: dict[int, Location] = {}
         self._units: list[list[Unit]] = []
         self._layout: Layout | None = None
         make_plan((), budget)  # refuses a bad budget before any memory is taken
@@ -113,10 +113,10 @@ class StateStore:
         for bank, run in banks:
             self.banks.append(bank)
             self._units.append([e.unit for e in run])
-            self.homes.update((id(e.param), Home(e.param, bank, index)) for index, e in enumerate(run))
+            self.homes.update((id(e.param), Location(e.param, bank, index)) for index, e in enumerate(run))
         self._layout = None
 
-    def home(self, param: Tensor) -> Home | None:
+    def home(self, param: Tensor) -> Location | None:
         home = self.homes.get(id(param))
         return home if home is not None and home.param is param else None
 

@@ -22,14 +22,14 @@ from statestream.offload.muon.agreement import check_partition, check_same_plan,
 from statestream.offload.muon.variants import TorchMuon
 from statestream.offload.per_parameter.infer_state import StateKind
 from statestream.offload.per_parameter.member import Member
-from statestream.offload.per_parameter.strategy import WholeParameters
+from statestream.offload.per_parameter.strategy import PerParameterStrategy
 from statestream.offload.per_parameter.subset import Subset
 from statestream.tensors.local import is_fake, local_of
 
-__all__ = ["MuonBatches"]
+__all__ = ["MuonStrategy"]
 
 
-class MuonBatches(WholeParameters):
+class MuonStrategy(PerParameterStrategy):
     """Keeps the state of a Muon in arenas and steps it through `device`, whole batches in chunks of at most `budget`
     bytes (None: all in one pass); a batch that alone is larger is a chunk by itself.
 

@@ -15,7 +15,7 @@ from statestream.device.guards import on_device
 from statestream.offload.per_parameter.counts import own_copy
 from statestream.tensors.local import local_of
 
-__all__ = ["StateKind", "check_plain", "is_host_scalar", "learn_state", "unhooked", "unhooked_step"]
+__all__ = ["StateKind", "check_plain", "infer_state", "is_host_scalar", "unhooked", "unhooked_step"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def check_plain(value: Any, name: Any, label: str) -> None:
         )
 
 
-def learn_state(
+def infer_state(
     inner: torch.optim.Optimizer,
     group: dict[str, Any],
     shape: tuple[int, ...],
@@ -86,7 +86,7 @@ def learn_state(
     try:
         raise ValueError(
             f"the state of {type(inner).__name__} could not be learnt from a step of its own on one parameter of shape "
-            f"{shape} ({errors[0]}); pass elementwise=False to move all of its state in one pass"
+            f"{shape} ({errors[0]}); pass per_parameter=False to move all of its state in one pass"
         ) from errors[-1]
     finally:
         errors.clear()

@@ -25,23 +25,23 @@ from statestream.offload.host.store import Entry, compact_copy, largest_shard
 from statestream.offload.per_parameter.infer_state import (
     StateKind,
     check_plain,
+    infer_state,
     is_host_scalar,
-    learn_state,
     unhooked_step,
 )
 from statestream.offload.per_parameter.member import Member
 from statestream.offload.per_parameter.subset import Subset
-from statestream.offload.strategy import Units
+from statestream.offload.strategy import Strategy
 from statestream.streaming import pipeline
 from statestream.streaming.pipeline import Stage
 from statestream.streaming.plan import Unit, padded_bytes
 from statestream.tensors.local import address_of, is_dtensor, local_of
-from statestream.tensors.sharding import around
+from statestream.tensors.sharding import as_dtensor_like
 
-__all__ = ["WholeParameters"]
+__all__ = ["PerParameterStrategy"]
 
 
-class WholeParameters(Units):
+class PerParameterStrategy(Strategy):
     """Keeps `inner`'s state in arenas and steps it through `device`, parameters whole, in chunks of at most
     `budget` bytes (None: all in one pass)."""
 
@@ -132,7 +132,7 @@ class WholeParameters(Units):
         for shape in (local, largest):
             key = (number, shape, param.dtype, local_of(param).device, held)
             if key not in self._learnt:
-                self._learnt[key] = learn_state(self.inner, group, shape, param, state, self.names()[id(param)])
+                self._learnt[key] = infer_state(self.inner, group, shape, param, state, self.names()[id(param)])
             found.append(self._learnt[key])
         return found[0], found[1]
 
@@ -165,7 +165,7 @@ class WholeParameters(Units):
         """The state's tensor in host memory, distributed as `like` is."""
         bound = member.bound.get(name)
         if bound is None or is_dtensor(bound) != is_dtensor(like):
-            bound = member.bound[name] = around(self._host_view(member, name), like)
+            bound = member.bound[name] = as_dtensor_like(self._host_view(member, name), like)
         return bound
 
     def take_back(self, members: Iterable[Member]) -> None:
@@ -241,7 +241,7 @@ class WholeParameters(Units):
         stages = layout.stages(None if len(jobs) == len(layout.units) else jobs.keys())
         flow = _Flow(self, layout, jobs, subset)
         self.took(layout.plan.ring_bytes)
-        self.charge.stored(self.device, pipeline.run(self.device, layout.plan.ring_bytes, stages, flow))
+        self.inner_hooks.stored(self.device, pipeline.run(self.device, layout.plan.ring_bytes, stages, flow))
 
     def _create(self, members: list[Member], subset: Subset) -> None:
         """First steps: the optimizer makes the state on the device, where it is as large as the budget allows, and
@@ -294,7 +294,7 @@ class WholeParameters(Units):
             elif isinstance(value, Tensor) and value.layout is not torch.strided:
                 raise ValueError(
                     f"state {name!r} of {member.name} is {value.layout}, as a sparse gradient makes it, and only dense "
-                    "state is streamed; pass elementwise=False to move all of it in one pass"
+                    "state is streamed; pass per_parameter=False to move all of it in one pass"
                 )
             elif isinstance(value, Tensor) and (
                 tuple(local_of(value).shape) != kind.shape or local_of(value).dtype is not kind.dtype
@@ -309,7 +309,7 @@ class WholeParameters(Units):
 class _Flow:
     """stream.Stepper for one step: each chunk is wholly done or wholly undone."""
 
-    def __init__(self, owner: WholeParameters, layout: Any, jobs: dict[int, Member], subset: Subset):
+    def __init__(self, owner: PerParameterStrategy, layout: Any, jobs: dict[int, Member], subset: Subset):
         self.owner, self.layout, self.jobs, self.subset = owner, layout, jobs, subset
         self.updated: set[int] = set()
 
@@ -392,7 +392,7 @@ class _Flow:
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         if slot is not None:
-            return around(slot, value)
+            return as_dtensor_like(slot, value)
         return value.clone() if value.dim() == 0 else value.to(self.owner.device.torch_device, copy=True)
 
     def _off_device(self, member: Member, slots: dict[str, Tensor]) -> dict[str, Any]:
