@@ -16,81 +16,91 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 MOST = 400
 
 FAULTS = {
-    "a load counts one step more": ("fused_adam", "FusedAdam._load_param", "fill_(load.step)", "fill_(load.step + 1)"),
+    "a load counts one step more": (
+        "adam.fused_adam",
+        "FusedAdam._load_param",
+        "fill_(load.step)",
+        "fill_(load.step + 1)",
+    ),
     "a loaded master is not compared with the weight": (
-        "fused_adam",
+        "adam.fused_adam",
         "FusedAdam._load_param",
         "self._table.watch.forget(load.param)",
         "pass",
     ),
     "gradient scale is forgotten": (
-        "fused_adam",
+        "adam.fused_adam",
         "FusedAdam._update",
         "grad_scale=numbers.grad_scale",
         "grad_scale=1.0",
     ),
     "a skipped step is counted": (
-        "fused_adam",
+        "adam.fused_adam",
         "FusedAdam._update",
         "        return\n",
         "        self.param_groups[0]['step'] += 1\n        return\n",
     ),
     "random bits are of the place in the group": (
-        "fused_adam",
+        "adam.fused_adam",
         "FusedAdam._update",
         "self._calls(i, first)",
         "self._calls(i, 0)",
     ),
     "random bits are of the seed's low half": (
-        "fused_adam",
+        "adam.fused_adam",
         "FusedAdam._update",
         "seed=self.rounding.seed",
         "seed=self.rounding.seed & 0xFFFFFFFF",
     ),
     "a written weight is not noticed": (
-        "written",
+        "tensors.write_tracker",
         "_Seen.still_holds_of",
         "seen == tuple([of[other_place] for of in looks]) and",
         "seen[:2] == tuple([of[other_place] for of in looks])[:2] and",
     ),
     "a replaced address is not noticed": (
-        "written",
+        "tensors.write_tracker",
         "_Seen.still_holds_of",
         "seen == tuple([of[other_place] for of in looks]) and None not in seen and not _is_gone(self.memories[place])",
         "seen[2:] == tuple([of[other_place] for of in looks])[2:]",
     ),
     "state keeps the layout that the parameter had": (
-        "state_keeper",
+        "state.factory",
         "StateFactory._fits",
         "or not same_layout(local, target)",
         "",
     ),
     "values are dropped where the form changes": (
-        "state_keeper",
+        "state.factory",
         "StateFactory.follow",
         "if old.tensor.shape == param.shape:",
         "if False:",
     ),
     "remainders are read as numbers": (
-        "state_keeper",
+        "state.factory",
         "StateFactory.carry",
         "or (a.dtype is torch.int16) != (b.dtype is torch.int16)",
         "",
     ),
-    "the host's state does not follow": ("offload.host_keeper", "HostStateFactory.follow", "if fits and", "if fits or"),
+    "the host's state does not follow": (
+        "offload.adam.factory",
+        "HostStateFactory.follow",
+        "if fits and",
+        "if fits or",
+    ),
     "the last of an offloaded group is not counted": (
-        "offload.adam_flow",
+        "offload.adam.device_step",
         "AdamFlow.commit",
         "for unit in self.started:",
         "for unit in sorted(self.started)[:-1]:",
     ),
     "an offloaded master is not refreshed": (
-        "offload.element_ranges",
+        "offload.adam.strategy",
         "AdamStrategy._job",
         "refresh=has_master and",
         "refresh=False and",
     ),
-    "a group's settings are not loaded": ("fused_adam", "FusedAdam._write", "update_group(group, loaded)", "pass"),
+    "a group's settings are not loaded": ("adam.fused_adam", "FusedAdam._write", "update_group(group, loaded)", "pass"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from statestream import FusedAdam
 from torch import Tensor
 
 __all__ = ["differences", "same_bits", "snapshot"]
@@ -42,8 +43,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _scales(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
     optimizer = getattr(optimizer, "inner", optimizer)
-    factory = getattr(optimizer, "_keeper", None)
-    return {} if factory is None else factory.scales.get(param, {})
+    return optimizer._factory.scales.get(param, {}) if isinstance(optimizer, FusedAdam) else {}
 
 
 def differences(a: dict[str, Any], b: dict[str, Any], *, ignoring: tuple[str, ...] = ()) -> list[str]:

@@ -148,8 +148,8 @@ SCALES = " scales"
 
 
 def scales_of(optimizer):
-    factory = getattr(getattr(optimizer, "inner", optimizer), "_keeper", None)
-    return {} if factory is None else factory.scales
+    inner = getattr(optimizer, "inner", optimizer)
+    return inner._factory.scales if isinstance(inner, FusedAdam) else {}
 
 
 def stepped(case, before, step):

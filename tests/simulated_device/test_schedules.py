@@ -1,4 +1,4 @@
-"""Thousands of hostile schedules of the real stream.py, and faults planted in it that they must catch.
+"""Thousands of hostile schedules of the real pipeline, and faults planted in it that they must catch.
 
 A failure prints its seed: `run_program(Program(seed), fail_at)` replays it.
 """

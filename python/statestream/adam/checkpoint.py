@@ -46,7 +46,7 @@ class Checkpointing:
 
     param_groups: list[dict[str, Any]]
     state: LazyState
-    form: StateFormat
+    state_format: StateFormat
     state_dict_cpu_offload: bool
     export_staging_bytes: int
     _params: Callable[[], Iterable[Tensor]]

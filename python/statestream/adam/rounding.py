@@ -33,11 +33,11 @@ class Rounding:
     asked_for_param: bool = False
 
     @classmethod
-    def checked(cls, stochastic_rounding: Any, seed: Any, form: StateFormat) -> Rounding:
+    def checked(cls, stochastic_rounding: Any, seed: Any, state_format: StateFormat) -> Rounding:
         """Of FusedAdam's arguments. ValueError for a name that is not known, or of a tensor that is not rounded so."""
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
             raise ValueError(f"seed: {seed!r} is not valid; give an integer from 0 up to, not including, 2**64")
-        reasons = {name: why for name in _FLAGS if (why := _why_not(name, form))}
+        reasons = {name: why for name in _FLAGS if (why := _why_not(name, state_format))}
         if isinstance(stochastic_rounding, bool):
             names = [name for name in _FLAGS if name not in reasons] if stochastic_rounding else []
             return cls(seed, sum(_FLAGS[name] for name in names))
@@ -69,13 +69,15 @@ class Rounding:
         return flags & self.flags
 
 
-def _why_not(name: str, form: StateFormat) -> str | None:
+def _why_not(name: str, state_format: StateFormat) -> str | None:
     if name == PARAM:
-        kept = "remainders keep" if form.remainders else "a master keeps"
+        kept = "remainders keep" if state_format.remainders else "a master keeps"
         return (
-            f"{kept} the bits that it lacks; leave it out, or use master_weights=False" if form.master_weights else None
+            f"{kept} the bits that it lacks; leave it out, or use master_weights=False"
+            if state_format.master_weights
+            else None
         )
-    dtype = getattr(form, name)
+    dtype = getattr(state_format, name)
     return f"it is stored as {dtype}, exactly" if dtype is torch.float32 else None
 
 

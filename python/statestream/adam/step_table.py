@@ -84,18 +84,18 @@ class StepTable:
         Parameters whose gradient (the attribute `grad_name`) is None are left out. Each is taken once,
         however often it is listed. The random bits of params[i] are those of parameter `first_ordinal` + i.
         """
-        form = self.factory.state_format
+        state_format = self.factory.state_format
         calls: dict[Any, Call] = {}
         # Where random bits hang on indices in the whole tensor, a shard's are looked at one by one.
-        needs_extras = form.has_scales or bool(self.rounding.flags)
+        needs_extras = state_format.has_scales or bool(self.rounding.flags)
         found, left = kernels.gather(
             params,
             grad_name,
             state,
-            exp_avg=form.exp_avg,
-            exp_avg_sq=form.exp_avg_sq,
-            master=form.master_dtype,
-            step_on_device=form.step_on_device,
+            exp_avg=state_format.exp_avg,
+            exp_avg_sq=state_format.exp_avg_sq,
+            master=state_format.master_dtype,
+            step_on_device=state_format.step_on_device,
             scales=self.factory.scales,
             sharded=not needs_extras,
             extras=needs_extras,

@@ -84,7 +84,7 @@ class LoadPlan:
 
 
 def plan_load(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]], form: StateFormat, states: dict[Tensor, Any]
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], state_format: StateFormat, states: dict[Tensor, Any]
 ) -> LoadPlan:
     """Checks a whole state dict against the optimizer, whose state is `states`, and says what to write; writes nothing.
 
@@ -126,7 +126,7 @@ def plan_load(
             own = peek(states, param) or {}
             with named_in_errors(label):
                 count = None if counted else saved.get(STEP)
-                load = _checked_state(state, count, param, label, form, own, held)
+                load = _checked_state(state, count, param, label, state_format, own, held)
             plan.params.append(load)
             if saved.get("format_version") == SAYS_NOTHING and isinstance(key, str) and MASTER in (load.values or ()):
                 unsaid.append(label)
@@ -258,7 +258,7 @@ def _checked_state(
     group_step: Any,
     param: Tensor,
     label: str,
-    form: StateFormat,
+    state_format: StateFormat,
     own: dict[str, Any],
     held: Masters | None,
 ) -> ParamLoad:
@@ -277,7 +277,7 @@ def _checked_state(
         raise ValueError(
             f"{label}: it is not initialized, and the state dict has state of it; run the model once before"
         )
-    dtypes = form.dtypes(param)
+    dtypes = state_format.dtypes(param)
     other = {name: value for name, value in present.items() if name not in (STEP, *MOMENTS, MASTER)}
     for name in sorted(other, key=str):
         if name not in own:

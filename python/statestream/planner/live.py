@@ -114,15 +114,17 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     inner = optimizer.inner if offload else optimizer
     if not isinstance(inner, FusedAdam):
         raise TypeError(f"plan() knows the state of FusedAdam, not of {type(inner).__name__}; leave the optimizer out")
-    form = inner.state_format
+    state_format = inner.state_format
     master: Format | None = None
-    if form.master_weights:
+    if state_format.master_weights:
         master = (
-            REMAINDERS if form.remainders else format_named("master_weight_dtype", inner.master_weight_dtype, MASTERS)
+            REMAINDERS
+            if state_format.remainders
+            else format_named("master_weight_dtype", inner.master_weight_dtype, MASTERS)
         )
     return Settings(
-        exp_avg=format_named("exp_avg_dtype", form.exp_avg, MOMENTS),
-        exp_avg_sq=format_named("exp_avg_sq_dtype", form.exp_avg_sq, MOMENTS),
+        exp_avg=format_named("exp_avg_dtype", state_format.exp_avg, MOMENTS),
+        exp_avg_sq=format_named("exp_avg_sq_dtype", state_format.exp_avg_sq, MOMENTS),
         master=master,
         offload=offload,
         chunk=optimizer.step_chunk_bytes if offload else None,

@@ -25,8 +25,8 @@ class StateFactory:
     offloaded = False
     """Whether a CPUOffloadOptimizer has the state."""
 
-    def __init__(self, form: StateFormat):
-        self.state_format = form
+    def __init__(self, state_format: StateFormat):
+        self.state_format = state_format
         self.scales: dict[Tensor, dict[str, Tensor]] = {}
         self.torn: list[str] = []
         """Names of parameters that an error left updated in part, until a load succeeds."""

@@ -34,8 +34,8 @@ FILES = {
     "offload/gradients/accumulate.py": {"synchronize"},
     "streaming/host_pipeline.py": {"wait", "yield"},
     "streaming/pipeline.py": {"wait", "result"},
-    "pinned.py": {"wait_for_all_devices"},
-    "transfer.py": {"wait", "wait_stream", "synchronize"},
+    "checkpoint/pinned.py": {"wait_for_all_devices"},
+    "checkpoint/transfer.py": {"wait", "wait_stream", "synchronize"},
 }
 """Where a stream or the host is made to wait, and by what. A storage that is kept until a copy is done waits too."""
 AFTER_ERRORS = {"settle", "drain"}

@@ -24,12 +24,12 @@ def scales_of(name: str) -> str:
 class HostStateFactory(StateFactory):
     """StateFactory whose tensors and scales are views of arenas: made, reset and kept in place.
 
-    The arenas are those of `ranges`, an AdamStrategy, which owns the optimizer that owns this keeper. Once it is gone
+    The arenas are those of `ranges`, an AdamStrategy, which owns the optimizer that owns this factory. Once it is gone
     this is a StateFactory like any other, of state that is in host memory still.
     """
 
-    def __init__(self, form: StateFormat, ranges: Any):
-        super().__init__(form)
+    def __init__(self, state_format: StateFormat, ranges: Any):
+        super().__init__(state_format)
         self._ranges = weakref.ref(ranges)
         self.torn = ranges.torn
 
@@ -82,7 +82,7 @@ class HostStateFactory(StateFactory):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the optimizer has no part in the arenas.
-        return StateFactory, (self.state_format,), {"form": self.state_format, "scales": self.scales}
+        return StateFactory, (self.state_format,), {"state_format": self.state_format, "scales": self.scales}
 
     def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
         if is_fake(local_of(param)):
