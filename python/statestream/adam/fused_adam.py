@@ -145,8 +145,8 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         )
         if store_param_remainders and self.state_format.master is not torch.float32:
             raise ValueError(
-                f"store_param_remainders=True keeps the rest of FP32 masters; master_weight_dtype={self.state_format.master} "
-                "has none"
+                "store_param_remainders=True keeps the rest of FP32 masters; "
+                f"master_weight_dtype={self.state_format.master} has none"
             )
         self.rounding = Rounding.checked(stochastic_rounding, seed, self.state_format)
         self.exp_avg_dtype, self.exp_avg_sq_dtype = self.state_format.exp_avg, self.state_format.exp_avg_sq
