@@ -73,7 +73,7 @@ TOGETHER = {
     "build": ("build/",),
     "ranks": (
         *("offload/test_ranks", "muon/test_ranks", "demo/test_ranks"),
-        *("distributed/test_claims", "distributed/test_resharding", "distributed/test_host_memory"),
+        *("distributed/test_claims", "distributed/test_resharding"),
     ),
 }
 """Files that one process runs: they share what takes long to make, or start several processes of their own."""
