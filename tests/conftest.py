@@ -70,10 +70,10 @@ NOT_QUICK = tuple(
 
 
 TOGETHER = {
-    "build": ("build/",),
+    "build": ("tests/build/",),
     "ranks": (
-        *("offload/test_ranks", "muon/test_ranks", "demo/test_ranks"),
-        *("distributed/test_claims", "distributed/test_resharding"),
+        *("tests/offload/test_ranks", "tests/muon/test_ranks", "tests/demo/test_ranks"),
+        *("tests/distributed/test_claims", "tests/distributed/test_resharding"),
     ),
 }
 """Files that one process runs: they share what takes long to make, or start several processes of their own."""
@@ -84,6 +84,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     asked = {Path(config.invocation_params.dir, arg.split("::")[0]) for arg in config.args}
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 0 if processors == 1 or all(path.is_file() for path in asked) else min(processors, 8)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.split("::")[0]
+            return next((name for name, paths in TOGETHER.items() if path.startswith(paths)), path)
+
+    return ByFile(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -111,12 +122,6 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    path = _below_tests(item.path)
-    group = next((name for name, paths in TOGETHER.items() if path.startswith(paths)), path)
-    item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
