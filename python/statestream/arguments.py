@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from statestream.formats import REMAINDERS, Role, dtypes_of, formats_of, plain_name
 from statestream.tensors.local import is_fake
 
 __all__ = [
@@ -23,31 +24,17 @@ __all__ = [
     "names_of",
 ]
 
-PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GRAD_DTYPES = PARAM_DTYPES
-MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
-MASTER_DTYPES = (torch.float32, torch.float16)
-
-_SHORT_NAMES = {
-    "fp32": torch.float32,
-    "float": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "fp8": torch.uint8,
-    "float8_e4m3fn": torch.uint8,
-}
+PARAM_DTYPES = dtypes_of(Role.PARAMETER)
+GRAD_DTYPES = dtypes_of(Role.GRADIENT)
 
 
-def as_dtype(name: str, value: torch.dtype | str, supported: tuple[torch.dtype, ...]) -> torch.dtype:
-    """`value` as one of the supported dtypes; strings as config files hold them: "torch.bfloat16",
-    "bfloat16", "bf16". FP8 is E4M3, in the peer's spelling torch.uint8."""
-    dtype: Any = torch.uint8 if value is torch.float8_e4m3fn else value
-    if isinstance(value, str):
-        plain = value.strip().lower().removeprefix("torch.")
-        dtype = _SHORT_NAMES.get(plain, getattr(torch, plain, None))
-    if not isinstance(dtype, torch.dtype) or dtype not in supported:
-        raise ValueError(f"{name}: {value!r} is not supported; use {_join(supported)}")
+def as_dtype(name: str, value: torch.dtype | str, role: Role) -> torch.dtype:
+    """`value` as the dtype that stores such numbers; strings as config files hold them: "torch.bfloat16", "bfloat16",
+    "bf16". FP8 is E4M3, stored as torch.uint8."""
+    numbers = {f.name: f.dtype for f in formats_of(role).values() if f is not REMAINDERS}
+    dtype = numbers.get(plain_name(value))
+    if dtype is None:
+        raise ValueError(f"{name}: {value!r} is not supported; use {_join(tuple(numbers.values()))}")
     return dtype
 
 

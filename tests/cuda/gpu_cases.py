@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 from statestream import kernels
+from statestream.formats import scale_count
 from statestream.kernels import AdamOptions, DeviceScalars, Formats
-from statestream.kernels.abi import extras_row, scale_count
+from statestream.kernels.abi import extras_row
 from statestream.tensors.global_index import WHOLE, IndexMap
 from torch import Tensor
 

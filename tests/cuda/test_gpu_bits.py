@@ -20,8 +20,8 @@ from gpu_cases import (
     step,
 )
 from statestream import kernels
+from statestream.formats import scale_count
 from statestream.kernels import DeviceScalars
-from statestream.kernels.abi import scale_count
 
 CHUNKS = (1, 2, 8) if BULK == 1 else (1, 2)
 LENGTHS = [*range(131), 4095, 4096, 4097, *(k * 8192 + d for k in CHUNKS for d in (-9, -1, 0, 1, 7, 9))]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from statestream.checkpoint import transfer
 from statestream.checkpoint.transfer import Exporter, Loader
-from statestream.kernels.abi import scale_count
+from statestream.formats import scale_count
 from statestream.state.stored import Stored
 
 BYTES = 4096  # two halves of 512 elements

@@ -9,7 +9,7 @@ import storage_judge
 import torch
 from kernel_runner import BF16, CHUNK, F16, F32, PAYLOADS, U8, as_bfloat16, as_payloads, bits, use_form
 from statestream import kernels
-from statestream.kernels.abi import scale_count
+from statestream.formats import scale_count
 from step_judge import as_float16
 
 LENGTHS = [*range(1, 18), 31, 33, 255, 256, 257, 511, 512, 513, 1000, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 300]

@@ -25,8 +25,6 @@ from statestream.adam.gradient_hooks import GradientHooks
 from statestream.adam.rounding import Rounding
 from statestream.adam.step_table import Call, StepTable
 from statestream.arguments import (
-    MASTER_DTYPES,
-    MOMENT_DTYPES,
     as_bytes,
     as_dtype,
     as_number,
@@ -35,6 +33,7 @@ from statestream.arguments import (
 )
 from statestream.checkpoint.transfer import LEAST_STAGING_BYTES
 from statestream.device.capture import check_settings_on_device, is_capturing, refuse_capture
+from statestream.formats import Role
 from statestream.interrupts import interrupts_held
 from statestream.memory import MemoryReport, report_of
 from statestream.state.factory import StateFactory
@@ -136,10 +135,10 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         if store_param_remainders and capturable:
             raise RuntimeError("capturable=True does not support store_param_remainders=True; use FP32 masters")
         self.state_format = StateFormat(
-            exp_avg=as_dtype("exp_avg_dtype", exp_avg_dtype, MOMENT_DTYPES),
-            exp_avg_sq=as_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, MOMENT_DTYPES),
+            exp_avg=as_dtype("exp_avg_dtype", exp_avg_dtype, Role.MOMENT),
+            exp_avg_sq=as_dtype("exp_avg_sq_dtype", exp_avg_sq_dtype, Role.MOMENT),
             master_weights=bool(master_weights),
-            master=as_dtype("master_weight_dtype", master_weight_dtype, MASTER_DTYPES),
+            master=as_dtype("master_weight_dtype", master_weight_dtype, Role.MASTER),
             remainders=bool(store_param_remainders),
             step_on_device=bool(capturable),
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from statestream import kernels
+from statestream.formats import Role, formats_of
 from statestream.kernels import Formats
 from statestream.state.state_format import StateFormat
 
@@ -21,7 +22,7 @@ _FLAGS = {
     "exp_avg_sq": kernels.STOCHASTIC_EXP_AVG_SQ,
     PARAM: kernels.STOCHASTIC_PARAM,
 }
-_SMALL = (kernels.BFLOAT16, kernels.SCALED_FLOAT16, kernels.SCALED_FLOAT8)
+_SHORT = frozenset(f.code for f in formats_of(Role.MOMENT).values() if f.is_short)
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class Rounding:
     def of(self, formats: Formats) -> int:
         """The flags of what these formats round."""
         flags = 0
-        if formats.exp_avg in _SMALL:
+        if formats.exp_avg in _SHORT:
             flags |= kernels.STOCHASTIC_EXP_AVG
-        if formats.exp_avg_sq in _SMALL:
+        if formats.exp_avg_sq in _SHORT:
             flags |= kernels.STOCHASTIC_EXP_AVG_SQ
         if formats.param == kernels.BFLOAT16 and formats.master == kernels.NONE:
             flags |= kernels.STOCHASTIC_PARAM

@@ -21,7 +21,7 @@ from statestream.adam.rounding import Rounding
 from statestream.arguments import check_grad_dtype, check_param
 from statestream.kernels import Formats
 from statestream.kernels.abi import scale_address
-from statestream.kernels.rows import add_rows, has_scales, runs_for
+from statestream.kernels.rows import add_rows, runs_for
 from statestream.state.factory import StateFactory
 from statestream.state.state_format import MASTER, MOMENTS, STEP
 from statestream.state.stored import Stored
@@ -103,7 +103,7 @@ class StepTable:
         )
         for g in found:
             stochastic = self.rounding.of(g.formats)
-            extras = g.extras if stochastic or has_scales(g.formats) else None
+            extras = g.extras if stochastic or g.formats.has_scales else None
             call = Call(g.device, g.formats, g.rows, extras, stochastic, params=g.params, locals=g.locals)
             calls[g.device, g.formats, False] = call
         for i in left:
@@ -158,7 +158,7 @@ class StepTable:
         )
         row = kernels.row(target, grad, exp_avg, exp_avg_sq, master, tensors[STEP])
         stochastic = self.rounding.of(formats)
-        needs_extras = bool(stochastic) or has_scales(formats)
+        needs_extras = bool(stochastic) or formats.has_scales
         runs = runs_for(formats, runs_of(param)) if needs_extras else ()
         in_rows = needs_extras and len(runs) != 1
         call = calls.setdefault((local.device, formats, in_rows), Call(local.device, formats, stochastic=stochastic))
@@ -247,7 +247,7 @@ class StepTable:
 
 def _watched(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     """Parameters with masters beside them, or quantised from them, and their local tensors."""
-    if call.formats.master in (kernels.FLOAT32, kernels.SCALED_FLOAT16):
+    if call.formats.has_master:
         return call.params, call.locals
     quantized = [param for param, _ in call.quantized]
     return quantized, [local_of(param) for param in quantized]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from statestream.device.guards import on_stream
-from statestream.kernels.abi import SCALE_BLOCK
+from statestream.formats import SCALE_BLOCK
 from statestream.state.stored import Stored
 from statestream.tensors.local import flat, is_fake, same_layout
 

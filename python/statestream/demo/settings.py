@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from statestream import kernels
-from statestream.arguments import MOMENT_DTYPES, as_dtype
+from statestream.arguments import as_dtype
 from statestream.demo.controls import CONTROLS
+from statestream.formats import Role
 
 __all__ = ["RANKS", "Settings"]
 
@@ -59,7 +60,7 @@ class Settings:
             raise ValueError(f"--plant: {control!r} is unknown; use {', '.join(CONTROLS)}")
         if ranks not in RANKS:
             raise ValueError(f"--ranks: {ranks} does not divide a batch; use {', '.join(map(str, RANKS))}")
-        dtype = as_dtype("--moments", moments, MOMENT_DTYPES)
+        dtype = as_dtype("--moments", moments, Role.MOMENT)
         where, remark = _device(device, ranks)
         _prepare(out)
         return cls(steps, where, out, dtype, seed, control, ranks, remark)

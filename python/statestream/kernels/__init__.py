@@ -20,6 +20,18 @@ import torch
 from torch import Tensor
 
 from statestream.device.guards import on_device
+from statestream.formats import (
+    BF16,
+    FORMATS,
+    FP16,
+    FP32,
+    REMAINDERS,
+    SCALED_FP8,
+    SCALED_FP16,
+    Role,
+    format_of_state,
+)
+from statestream.formats import format_of as format_of_role
 from statestream.kernels.abi import scale_address
 from statestream.tensors.local import is_fake
 
@@ -46,17 +58,10 @@ __all__ = [
     "state_format_of",
 ]
 
-NONE, FLOAT32, BFLOAT16, REMAINDER, FLOAT16, SCALED_FLOAT16, SCALED_FLOAT8 = range(7)
-"""Codes of number_formats.h."""
-
-_CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-_STATE_CODES = {
-    torch.float32: FLOAT32,
-    torch.bfloat16: BFLOAT16,
-    torch.float16: SCALED_FLOAT16,
-    torch.uint8: SCALED_FLOAT8,
-    torch.int16: REMAINDER,
-}
+NONE = 0
+"""The code of a master that is not there."""
+FLOAT32, BFLOAT16, REMAINDER, FLOAT16 = FP32.code, BF16.code, REMAINDERS.code, FP16.code
+SCALED_FLOAT16, SCALED_FLOAT8 = SCALED_FP16.code, SCALED_FP8.code
 
 STOCHASTIC_EXP_AVG, STOCHASTIC_EXP_AVG_SQ, STOCHASTIC_PARAM = 1, 2, 4
 """Flags of what an update rounds by random bits."""
@@ -83,6 +88,9 @@ def _native(name: str, build: str):
 _cpu = _native("_cpu", "the compiled part of ")
 
 
+_SCALED_CODES = frozenset(f.code for f in FORMATS if f.scaled)
+
+
 class Formats(NamedTuple):
     """Format codes of what one call reads and writes; NONE for a master that is not there."""
 
@@ -91,6 +99,15 @@ class Formats(NamedTuple):
     exp_avg: int
     exp_avg_sq: int
     master: int
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there is a master that is whole numbers, and not remainders."""
+        return self.master not in (NONE, REMAINDER)
+
+    @property
+    def has_scales(self) -> bool:
+        return not _SCALED_CODES.isdisjoint(self)
 
 
 @dataclass(frozen=True)
@@ -130,12 +147,12 @@ class DeviceScalars:
 
 def format_of(tensor: Tensor) -> int:
     """The code of a parameter's or a gradient's dtype; KeyError for a dtype that no kernel reads."""
-    return _CODES[tensor.dtype]
+    return format_of_role(Role.PARAMETER, tensor.dtype).code
 
 
 def state_format_of(tensor: Tensor) -> int:
     """The code of a moment's or a master's dtype: float16 and uint8 (E4M3) are scaled. KeyError for others."""
-    return _STATE_CODES[tensor.dtype]
+    return format_of_state(tensor.dtype).code
 
 
 def num_threads() -> int:
@@ -221,9 +238,9 @@ def gather(
         _PLAIN_TYPES,
         sharded_type=getattr(dtensors, "DTensor", None),
         scales=scales,
-        exp_avg=_STATE_CODES[exp_avg],
-        exp_avg_sq=_STATE_CODES[exp_avg_sq],
-        master=NONE if master is None else _STATE_CODES[master],
+        exp_avg=format_of_state(exp_avg).code,
+        exp_avg_sq=format_of_state(exp_avg_sq).code,
+        master=NONE if master is None else format_of_state(master).code,
         step_on_device=step_on_device,
         extras=extras,
         first_ordinal=first_ordinal,

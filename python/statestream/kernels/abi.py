@@ -9,18 +9,11 @@ from __future__ import annotations
 
 from torch import Tensor, float32
 
+from statestream.formats import SCALE_BLOCK, scale_count
 from statestream.tensors.global_index import WHOLE, IndexMap
 from statestream.tensors.local import is_fake
 
-__all__ = ["SCALE_BLOCK", "extras_row", "scale_address", "scale_count"]
-
-SCALE_BLOCK = 256
-"""Elements that share a scale."""
-
-
-def scale_count(numel: int) -> int:
-    """Scales of a tensor of that many elements."""
-    return -(-numel // SCALE_BLOCK)
+__all__ = ["extras_row", "scale_address"]
 
 
 def scale_address(name: str, scale: Tensor, first: int, numel: int) -> int:

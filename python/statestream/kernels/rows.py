@@ -6,25 +6,22 @@ from array import array
 
 import torch
 
-from statestream.kernels import SCALED_FLOAT8, SCALED_FLOAT16, Formats
-from statestream.kernels.abi import SCALE_BLOCK
+from statestream import kernels
+from statestream.formats import FORMATS, SCALE_BLOCK
+from statestream.kernels import Formats
 from statestream.tensors.global_index import Run, one_run
 
-__all__ = ["add_rows", "has_scales", "runs_for"]
+__all__ = ["add_rows", "runs_for"]
 
-_ITEMSIZES = (0, 4, 2, 2, 2, 2, 1)
+_ITEMSIZES = {kernels.NONE: 0, **{f.code: f.itemsize for f in FORMATS}}
 """Bytes of an element, by format code."""
 _SCALE_BYTES = torch.float32.itemsize
-
-
-def has_scales(formats: Formats) -> bool:
-    return any(code in (SCALED_FLOAT16, SCALED_FLOAT8) for code in formats)
 
 
 def runs_for(formats: Formats, runs: tuple[Run, ...]) -> tuple[Run, ...]:
     """The runs that rows of these formats are cut at: rows of scaled state begin on block edges, so that where runs do
     not, there is one in their place."""
-    if has_scales(formats) and any(run.first % SCALE_BLOCK for run in runs):
+    if formats.has_scales and any(run.first % SCALE_BLOCK for run in runs):
         return (one_run(runs),)
     return runs
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from statestream.planner.formats import FP32, SCALE_BLOCK, WEIGHTS, Format
+from statestream.formats import FP32, Format, scale_count
+from statestream.planner.formats import WEIGHTS
 from statestream.planner.mesh import Share
 from statestream.planner.model import Parameter
 from statestream.planner.quantities import BadOption, as_text
@@ -112,8 +113,8 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
                 device[name] = device.get(name, 0) + _state_on_device(stored, n)
                 staged |= stored.converts and n > 0
                 on_device_export += _block(4 * n) if stored.converts else 0
-            exported += n * stored.exported
-            state_on_disk += everywhere * stored.exported
+            exported += n * stored.exported_itemsize
+            state_on_disk += everywhere * stored.exported_itemsize
         largest = max(largest, n * 4)
         traffic += _traffic(weights, grads, states, n)
         streamed.append((*states.values(), *([grads] if settings.offload_gradients else [])))
@@ -160,7 +161,7 @@ def _padded(elements: int) -> int:
 
 
 def _state_on_device(stored: Format, n: int) -> int:
-    scales = 4 * -(-n // SCALE_BLOCK) if stored.scaled else 0
+    scales = 4 * scale_count(n) if stored.scaled else 0
     return _block(n * stored.itemsize) + _block(scales)
 
 

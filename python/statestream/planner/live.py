@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from statestream.planner.formats import MASTERS, MOMENTS, REMAINDERS, WEIGHTS, Format, format_named
+from statestream.formats import REMAINDERS, Format
+from statestream.planner.formats import MASTERS, MOMENTS, WEIGHTS, format_named
 from statestream.planner.mesh import Share
 from statestream.planner.model import Parameter
 from statestream.planner.plans import Plan, make_plan, room

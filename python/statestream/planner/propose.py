@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from statestream.formats import FP32, REMAINDERS
 from statestream.planner.estimate import Estimate, estimate
-from statestream.planner.formats import FP32, MOMENTS, REMAINDERS
+from statestream.planner.formats import MOMENTS
 from statestream.planner.mesh import Share
 from statestream.planner.quantities import BadOption
 from statestream.planner.settings import DEFAULT_CHUNK, Settings

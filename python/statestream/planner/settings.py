@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from statestream.planner.formats import FP32, MASTERS, MOMENTS, REMAINDERS, WEIGHTS, Format, format_named
+from statestream.formats import FP32, REMAINDERS, Format
+from statestream.planner.formats import MASTERS, MOMENTS, WEIGHTS, format_named
 from statestream.planner.quantities import BadOption, parse_bytes
 
 __all__ = ["DEFAULT_CHUNK", "DEFAULT_STAGING", "LEAST_STAGING", "Settings"]

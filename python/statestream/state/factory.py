@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream.kernels.abi import scale_count
+from statestream.formats import scale_count
 from statestream.state.state_format import MASTER, STEP, StateFormat
 from statestream.state.stored import SCALED, Stored
 from statestream.tensors.local import is_fake, local_of, same_layout

@@ -8,22 +8,17 @@ import torch
 from torch import Tensor
 
 from statestream import kernels
-from statestream.kernels.abi import SCALE_BLOCK, scale_count
+from statestream.formats import FORMATS, SCALE_BLOCK, format_of_state, scale_count
 from statestream.tensors.local import flat, is_fake, local_of, same_layout
 from statestream.tensors.quantized import is_quantized, rederive_master, rederived_master
 
-__all__ = ["SCALED", "Stored", "exported_dtype"]
+__all__ = ["SCALED", "Stored"]
 
-SCALED = (torch.float16, torch.uint8)
-"""Dtypes that hold payloads: FP16, and FP8 (E4M3) as bytes."""
+SCALED = tuple(f.dtype for f in FORMATS if f.scaled)
+"""Dtypes of a moment or a master that hold payloads."""
 
 _SLICE = 1 << 22
 """Elements of a master that are looked at together with their weights at a time: 16 MiB, whole blocks."""
-
-
-def exported_dtype(stored: torch.dtype) -> torch.dtype:
-    """Remainders are bits and leave as they are; every number leaves as FP32."""
-    return stored if stored is torch.int16 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Stored:
 
     @property
     def exported(self) -> torch.dtype:
-        return exported_dtype(self.tensor.dtype)
+        return format_of_state(self.tensor.dtype).exported
 
     @property
     def is_as_exported(self) -> bool:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from statestream import kernels
 from statestream.adam.step_table import Call
+from statestream.formats import scale_count
 from statestream.kernels import AdamOptions, Formats
-from statestream.kernels.abi import scale_count
-from statestream.kernels.rows import add_rows, has_scales
+from statestream.kernels.rows import add_rows
 from statestream.offload.adam.factory import STATES
 from statestream.streaming.pipeline import Stage
 from statestream.streaming.plan import GRAIN_ELEMENTS, Piece
@@ -47,12 +47,12 @@ class Job:
 
     @property
     def needs_extras(self) -> bool:
-        return bool(self.stochastic) or has_scales(self.formats)
+        return bool(self.stochastic) or self.formats.has_scales
 
     @property
     def reads_weight(self) -> bool:
         """Whether the update needs the weight as it was: a master that is there, and right, has it."""
-        return self.refresh or self.formats.master in (kernels.NONE, kernels.REMAINDER)
+        return self.refresh or not self.formats.has_master
 
     @property
     def master_kinds(self) -> tuple[int, int]:

@@ -17,8 +17,8 @@ from statestream import kernels
 from statestream.adam.fused_adam import FusedAdam
 from statestream.adam.grad_scaling import StepNumbers
 from statestream.adam.step_table import StepTable
+from statestream.formats import scale_count
 from statestream.kernels import AdamOptions, Formats
-from statestream.kernels.abi import scale_count
 from statestream.kernels.rows import runs_for
 from statestream.offload.adam.device_step import AdamFlow, Job
 from statestream.offload.adam.factory import STATES, HostStateFactory, scales_of
@@ -305,7 +305,7 @@ class AdamStrategy(Strategy):
         tensors = {kind: local_of(state[kind]) for kind in STATES if kind in state}
         codes = [kernels.state_format_of(tensors[kind]) if kind in tensors else kernels.NONE for kind in STATES]
         formats = Formats(kernels.format_of(local), kernels.format_of(grad), *codes)
-        has_master = formats.master in (kernels.FLOAT32, kernels.SCALED_FLOAT16)
+        has_master = formats.has_master
         kinds = [self.kinds.index(kind) if kind in tensors else -1 for kind in STATES]
         for kind in STATES:
             scaled = kind in tensors and tensors[kind].dtype in SCALED

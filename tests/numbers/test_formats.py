@@ -1,0 +1,75 @@
+"""The table of formats: against what torch and the exports say of each, and against its users."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from statestream import FusedAdam
+from statestream.formats import (
+    FORMATS,
+    REMAINDERS,
+    SCALE_BLOCK,
+    Role,
+    dtypes_of,
+    format_of,
+    format_of_state,
+    formats_of,
+    plain_name,
+)
+
+STATES = [f for f in FORMATS if f.roles & {Role.MOMENT, Role.MASTER}]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda f: f"{f.name}-{f.code}")
+def test_an_element_has_the_bytes_that_torch_says(form):
+    assert form.itemsize == torch.empty(0, dtype=form.dtype).element_size()
+    assert form.exported_itemsize == torch.empty(0, dtype=form.exported).element_size()
+    for elements, scales in ((0, 0), (1, 1), (SCALE_BLOCK, 1), (SCALE_BLOCK + 1, 2)):
+        assert form.nbytes(elements) == elements * form.itemsize + 4 * scales * form.scaled
+
+
+def test_names_codes_and_dtypes_tell_formats_apart():
+    assert len({f.code for f in FORMATS}) == len(FORMATS) and 0 not in {f.code for f in FORMATS}
+    for role in Role:
+        formats = [f for f in FORMATS if role in f.roles]
+        assert list(formats_of(role).values()) == formats, "two of one name"
+        assert len(set(dtypes_of(role))) == len(formats)
+        assert [format_of(role, f.dtype) for f in formats] == formats
+    assert [format_of_state(f.dtype) for f in STATES] == STATES
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_dtype_that_has_no_format_is_a_key_error(role):
+    with pytest.raises(KeyError):
+        format_of(role, torch.float64)
+
+
+@pytest.mark.parametrize("name", sorted({f.name for f in FORMATS if f is not REMAINDERS}))
+def test_however_it_is_spelled_it_is_one(name):
+    (dtype,) = {f.dtype for f in FORMATS if f.name == name}
+    spellings = [name, name.upper(), f" {name} ", dtype, str(dtype), str(dtype).removeprefix("torch.")]
+    assert {plain_name(s) for s in spellings} == {name}
+
+
+@pytest.mark.parametrize("form", [f for f in FORMATS if Role.MOMENT in f.roles], ids=lambda f: f.name)
+def test_a_moment_is_stored_and_exported_as_the_table_says(form):
+    """From the optimizer itself: what it keeps, and what its checkpoint has."""
+    param = torch.nn.Parameter(torch.ones(SCALE_BLOCK + 3, dtype=torch.bfloat16))
+    optimizer = FusedAdam([param], exp_avg_dtype=form.name, exp_avg_sq_dtype=form.name)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    kept, saved = optimizer.state[param], optimizer.state_dict()["state"][0]
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert kept[name].dtype is form.dtype and saved[name].dtype is form.exported
+    report = optimizer.memory_report()
+    held = sum(n for kind, n in {**report.device, **report.host}.items() if kind.startswith("exp_avg"))
+    assert held == 2 * form.nbytes(param.numel())
+
+
+def test_the_table_needs_no_torch():
+    """A plan of numbers in a config answers without it."""
+    code = "import statestream.formats, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
