@@ -308,8 +308,7 @@ _REFUSED = {
         ("torch, sharded", "budget"),
     ]
 }
-_SEVERAL = {
-    **_SENT,
+_AGREED = {
     **_REFUSED,
     "unfrozen differently": ranks_that_unfreeze_different_parameters_are_refused_again_and_again,
     "cost of agreement": agreement_costs_one_gather_when_it_is_built_and_none_in_a_step,
@@ -344,18 +343,25 @@ CLAIMS: dict[int, dict[str, Claim]] = {
         "control: shards": some_shard_is_empty_and_some_are_uneven,
         **of_cases(ON_FOUR),
         **of_checkpoints(CHECKPOINTED, ["flat"]),
-        **_SEVERAL,
+        **_SENT,
     },
     2: {
         **of_cases(CASES),
-        **of_checkpoints(CHECKPOINTED),
+        **of_checkpoints(CHECKPOINTED, ["flat"]),
         **{
             f"{name}, saved on 4 ranks": partial(resumed_elsewhere, name, True, 4)
             for name in ("megabatched", "batched")
         },
-        **_SEVERAL,
+        **_AGREED,
         **late_copies(range(4)),
     },
-    1: {**of_cases(CASES), **of_checkpoints(CHECKPOINTED), **_FAULTS},
+    1: {**of_checkpoints(CHECKPOINTED, ["nested"]), **_FAULTS},
 }
 """By the number of ranks, in the order in which they are run."""
+
+OTHERS: dict[int, dict[str, Claim]] = {
+    4: {**of_cases({name: case for name, case in CASES.items() if name not in ON_FOUR}), **_AGREED},
+    2: {**of_checkpoints(CHECKPOINTED, ["nested"]), **_SENT},
+    1: {**of_cases(CASES), **of_checkpoints(CHECKPOINTED, ["flat"])},
+}
+"""What these numbers of ranks find as well, as long tests."""

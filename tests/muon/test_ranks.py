@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from distributed.processes import run_claims
 
-from .cases import CASES
-from .claims import CLAIMS, ON_FOUR, late_copies, of_cases
+from .claims import CLAIMS, OTHERS, late_copies
 from .mixed import MIXED
 
 ALL = {**CLAIMS, 2: CLAIMS[2] | MIXED}
@@ -29,9 +28,10 @@ def test_ranks_find_that(found, ranks, claim):
     assert not found[ranks, claim]
 
 
-@pytest.mark.long  # ten seconds
-def test_every_case_has_its_bits_on_four_ranks(tmp_path):
-    problems = run_claims(4, of_cases({name: case for name, case in CASES.items() if name not in ON_FOUR}), tmp_path)
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", OTHERS)
+def test_ranks_find_this_too(ranks, tmp_path):
+    problems = run_claims(ranks, OTHERS[ranks], tmp_path)
     assert not any(problems.values()), problems
 
 
