@@ -14,6 +14,7 @@ from torch import Tensor
 from statestream.adam.step_table import StepTable
 from statestream.arguments import names_of
 from statestream.checkpoint.export import export_on_device, export_to_host, taken_by_export
+from statestream.checkpoint.hooks import call_hooks, through_hooks
 from statestream.checkpoint.state_dict import (
     LoadPlan,
     ParamLoad,
@@ -70,15 +71,10 @@ class Checkpointing:
         """
         if self.state_dict_cpu_offload:
             refuse_capture("state_dict() with state_dict_cpu_offload=True", _IT_WAITS)
-        for hook in self._optimizer_state_dict_pre_hooks.values():
-            hook(self)
+        call_hooks(self._optimizer_state_dict_pre_hooks, self)
         with interrupts_held():
             state_dict = self._export()
-        for hook in self._optimizer_state_dict_post_hooks.values():
-            replaced = hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
-        return state_dict
+        return through_hooks(self._optimizer_state_dict_post_hooks, self, state_dict)
 
     def _export(self) -> dict[str, Any]:
         self.check_whole()
@@ -149,11 +145,7 @@ class Checkpointing:
                 dict, until a load succeeds.
         """
         refuse_capture("load_state_dict()", _IT_WAITS)
-        state_dict = as_state_dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
+        state_dict = through_hooks(self._optimizer_load_state_dict_pre_hooks, self, as_state_dict(state_dict))
         try:
             plan = plan_load(state_dict, self.param_groups, self.state_format, self.state)
             for load in plan.params:
@@ -170,8 +162,7 @@ class Checkpointing:
             raise kind(f"{error}; nothing was loaded on this rank") from error
         with interrupts_held():
             self._write(plan)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
     def _write(self, plan: LoadPlan) -> None:
         take_apart(plan.params, self.state)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.checkpoint.hooks import call_hooks, through_hooks
 from statestream.offload.one_pass import OnePassStrategy
 from statestream.offload.per_parameter.strategy import PerParameterStrategy
 from statestream.tensors.local import is_fake, local_of
@@ -51,10 +52,7 @@ class _Local:
 def load_plain(strategy: PerParameterStrategy | OnePassStrategy, state_dict: dict[str, Any]) -> None:
     inner = strategy.inner
     with strategy.inner_hooks.lent():
-        for hook in list(inner._optimizer_load_state_dict_pre_hooks.values()):
-            changed = hook(inner, state_dict)
-            if changed is not None:
-                state_dict = changed
+        state_dict = through_hooks(inner._optimizer_load_state_dict_pre_hooks, inner, state_dict)
     groups = checked_groups(state_dict)
     lengths = [len(g["params"]) for g in groups]
     wanted = [len(g["params"]) for g in inner.param_groups]
@@ -91,8 +89,7 @@ def load_plain(strategy: PerParameterStrategy | OnePassStrategy, state_dict: dic
     inner.__setstate__({})  # brings the state of older versions of an optimizer up to date
     strategy.loaded()
     strategy.torn.clear()
-    for hook in list(inner._optimizer_load_state_dict_post_hooks.values()):
-        hook(inner)
+    call_hooks(inner._optimizer_load_state_dict_post_hooks, inner)
 
 
 Pairs = dict[Any, tuple[Tensor, Mapping[str, Any], dict[str, Any]]]

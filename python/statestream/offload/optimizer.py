@@ -25,6 +25,7 @@ from torch import Tensor
 
 from statestream.adam.fused_adam import FusedAdam
 from statestream.adam.grad_scaling import numbers_of, scaling_of, unscale_gradients
+from statestream.checkpoint.hooks import call_hooks, through_hooks
 from statestream.device.capture import refuse_capture
 from statestream.device.queues import device_for
 from statestream.interrupts import interrupts_held
@@ -429,18 +430,13 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         a load that left parameters updated in part, until a load succeeds."""
         self._refuse_capture("state_dict()")
         self.strategy.check_in_charge()
-        for hook in list(self._optimizer_state_dict_pre_hooks.values()):
-            hook(self)
+        call_hooks(self._optimizer_state_dict_pre_hooks, self)
         with interrupts_held():
             self.strategy.wait()
             self.strategy.check_whole()
             state_dict = export_state(self.strategy, snapshot=self.state_dict_snapshot)
             self._exported = self._taken_by(state_dict)
-        for hook in list(self._optimizer_state_dict_post_hooks.values()):
-            changed = hook(self, state_dict)
-            if changed is not None:
-                state_dict = changed
-        return state_dict
+        return through_hooks(self._optimizer_state_dict_post_hooks, self, state_dict)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -449,16 +445,11 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         is refused changes nothing."""
         self._refuse_capture("load_state_dict()")
         self.strategy.check_in_charge()
-        state_dict = as_state_dict(state_dict)
-        for hook in list(self._optimizer_load_state_dict_pre_hooks.values()):
-            changed = hook(self, state_dict)
-            if changed is not None:
-                state_dict = changed
+        state_dict = through_hooks(self._optimizer_load_state_dict_pre_hooks, self, as_state_dict(state_dict))
         with interrupts_held():
             load_state(self.strategy, state_dict)
             self.strategy.torn.clear()
-        for hook in list(self._optimizer_load_state_dict_post_hooks.values()):
-            hook(self)
+        call_hooks(self._optimizer_load_state_dict_post_hooks, self)
 
     # ---- memory ----
 

@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from statestream.formats import FP32, Format, scale_count
-from statestream.planner.formats import WEIGHTS
+from statestream.planner.formats import WEIGHTS, unread
 from statestream.planner.mesh import Share
 from statestream.planner.model import Parameter
 from statestream.planner.quantities import BadOption, as_text
 from statestream.planner.settings import Settings
+from statestream.streaming.host_pipeline import SLOT_BYTES, SLOTS
+from statestream.streaming.plan import GRAIN_ELEMENTS, Unit, make_plan
 
 __all__ = ["Estimate", "Extra", "estimate"]
 
 _BLOCK_BYTES = 512
-_GRAIN = 256
-"""Elements to which a state in host memory is padded."""
 _MOST_CHUNKS = 10_000
 """Times that the state may exceed a chunk: a step of more would be all latency."""
 _LOAD_ITEMS = 3
@@ -141,14 +141,12 @@ def estimate(shares: Sequence[Share], settings: Settings, default_dtype: str = "
 
 def _weights(parameter: Parameter, settings: Settings, default_dtype: str) -> Format:
     if parameter.itemsize is not None:
-        return Format("frozen", parameter.itemsize)
+        return unread("frozen", parameter.itemsize)
     return settings.weights or WEIGHTS[parameter.dtype or default_dtype]
 
 
 def _transit(made: int, largest: int) -> tuple[int, int]:
     """Device and host bytes of gradients on their way, of those that are made in one backward pass."""
-    from statestream.offload.gradients.staging import SLOT_BYTES, SLOTS  # loads torch, as _ring does
-
     return min(made, SLOTS * SLOT_BYTES + largest), SLOTS * min(made, SLOT_BYTES)
 
 
@@ -157,7 +155,7 @@ def _block(nbytes: int) -> int:
 
 
 def _padded(elements: int) -> int:
-    return -(-elements // _GRAIN) * _GRAIN
+    return -(-elements // GRAIN_ELEMENTS) * GRAIN_ELEMENTS
 
 
 def _state_on_device(stored: Format, n: int) -> int:
@@ -176,13 +174,11 @@ def _ring(
     shares: Sequence[Share], settings: Settings, streamed: Sequence[tuple[Format, ...]]
 ) -> tuple[tuple[int, ...], int]:
     """Bytes of each chunk, and of the device memory that they share: the optimizer's own plan."""
-    from statestream.streaming.plan import Unit, make_plan  # loads torch, which nothing else here needs
-
     trained = [share for share in shares if share.parameter.trained]
     kinds = max(map(len, streamed), default=0)
     units = []
     for share, states in zip(trained, streamed, strict=True):
-        grains = max(1, -(-share.elements // _GRAIN))
+        grains = max(1, -(-share.elements // GRAIN_ELEMENTS))
         sizes = [stored.nbytes(_padded(share.elements)) for stored in states]
         units.append(Unit((*sizes, *[0] * (kinds - len(sizes))), grains))
     total = sum(unit.nbytes for unit in units)

@@ -7,10 +7,16 @@ from collections.abc import Mapping
 from statestream.formats import Format, Role, formats_of, plain_name
 from statestream.planner.quantities import BadOption
 
-__all__ = ["MASTERS", "MOMENTS", "WEIGHTS", "format_named"]
+__all__ = ["MASTERS", "MOMENTS", "WEIGHTS", "format_named", "unread"]
 
-WEIGHTS = {**formats_of(Role.PARAMETER), "fp8": Format("fp8", -1, "uint8", 1, frozenset({Role.PARAMETER}))}
-"""Also of gradients. FP8 ones are those of quantised weights, which no kernel reads."""
+
+def unread(name: str, itemsize: int) -> Format:
+    """A format that no kernel reads, and of which only the bytes are known."""
+    return Format(name, -1, "", itemsize, frozenset())
+
+
+WEIGHTS = {**formats_of(Role.PARAMETER), "fp8": unread("fp8", 1)}
+"""Also of gradients. FP8 ones are those of quantised weights."""
 MOMENTS = formats_of(Role.MOMENT)
 MASTERS = {"none": None, **formats_of(Role.MASTER)}
 

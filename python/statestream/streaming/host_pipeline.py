@@ -19,7 +19,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["HostShare", "HostStepper", "Passage", "StepTimes"]
+__all__ = ["SLOTS", "SLOT_BYTES", "HostShare", "HostStepper", "Passage", "StepTimes"]
+
+SLOTS = 3
+"""Of gradients that come down: one that is filled, one that the host works on, one that is emptied or arrives."""
+
+SLOT_BYTES = 16 << 20
+"""Large enough that neither a copy's fixed cost shows nor a thread's start, small enough that what was brought is still
+in a cache."""
 
 
 @dataclass(frozen=True)

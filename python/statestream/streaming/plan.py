@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from statestream.formats import SCALE_BLOCK
+
 __all__ = ["GRAIN_ELEMENTS", "Chunk", "Piece", "Plan", "Unit", "make_plan", "padded_bytes"]
 
-GRAIN_ELEMENTS = 256
+GRAIN_ELEMENTS = SCALE_BLOCK
 """Where a parameter may be cut: the block of a scaled format, and enough for any vector alignment."""
 
 ALIGNMENT_BYTES = 256

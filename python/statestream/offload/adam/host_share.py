@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from statestream.offload.adam.host_step import SLOT_BYTES, SLOTS, AdamOnHost, grain_bytes
+from statestream.offload.adam.host_step import AdamOnHost, grain_bytes
 from statestream.offload.host.store import StateStore
 from statestream.offload.host.threads import host_threads
 from statestream.streaming.balance import Balance
-from statestream.streaming.host_pipeline import HostShare, StepTimes
+from statestream.streaming.host_pipeline import SLOT_BYTES, SLOTS, HostShare, StepTimes
 from statestream.streaming.plan import Piece
 from statestream.streaming.share import fraction_of_all
 

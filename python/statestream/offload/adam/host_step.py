@@ -14,13 +14,7 @@ from statestream.streaming.host_pipeline import Passage
 from statestream.streaming.plan import GRAIN_ELEMENTS, Piece
 from statestream.tensors.local import flat, is_fake
 
-__all__ = ["SLOTS", "SLOT_BYTES", "AdamOnHost", "grain_bytes"]
-
-SLOTS = 3
-"""One that is filled, one that is updated, one that is emptied."""
-
-SLOT_BYTES = 16 << 20
-"""Large enough that a copy's fixed cost does not show, small enough that what was brought is still in a cache."""
+__all__ = ["AdamOnHost", "grain_bytes"]
 
 _GRAD_BYTES = 4 * GRAIN_ELEMENTS
 """Room for a grain of gradients, whatever their dtype."""

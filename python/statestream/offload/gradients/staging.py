@@ -24,13 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SLOTS", "SLOT_BYTES", "GradientStaging", "add_up"]
+from statestream.streaming.host_pipeline import SLOT_BYTES, SLOTS
 
-SLOTS = 3
-"""One that is filled, one that arrives, one that is added up."""
-
-SLOT_BYTES = 16 << 20
-"""Large enough that the start of a thread does not show, small enough that what was brought is still in a cache."""
+__all__ = ["GradientStaging", "add_up"]
 
 HELD_BYTES = SLOTS * SLOT_BYTES
 """Device memory that gradients on their way may keep, beside the storage that one is being taken from."""
