@@ -126,6 +126,15 @@ def test_frozen_parameters_and_buffers_are_weights_alone():
     assert after.device["weights"] == pytest.approx(params + buffers, rel=0.01)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.float64, torch.float8_e5m2], ids=str)
+def test_frozen_parameters_of_any_dtype_have_their_bytes(dtype):
+    model = model_of()
+    before = statestream.plan(model).estimate.device
+    model.register_parameter("codes", nn.Parameter(torch.zeros(64, 1024, dtype=dtype), requires_grad=False))
+    after = statestream.plan(model).estimate.device
+    assert after == before | {"weights": before["weights"] + 64 * 1024 * dtype.itemsize}
+
+
 def test_a_model_without_memory_has_the_plan_of_a_real_one():
     with torch.device("meta"):
         meta = model_of()
