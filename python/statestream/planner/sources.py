@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from statestream.planner.dcp_metadata import METADATA, model_of_checkpoint
+from statestream.dcp_metadata import METADATA, model_of_checkpoint
 from statestream.planner.families import FAMILIES, shapes_of
 from statestream.planner.formats import WEIGHTS, format_named
 from statestream.planner.model import Model, Parameter, model_of_size, shape_of
