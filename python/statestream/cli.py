@@ -192,14 +192,11 @@ def convert(
     """
     try:
         from statestream.convert.command import convert as run_convert
-        from statestream.planner.quantities import BadOption
     except ImportError as error:
         raise Refused(str(error)) from error
     options = {"source": origin, "masters": masters, "drop": drop or (), "adam_w_mode": adamw}
     try:
         run_convert(source, target, to, **options, optimizer=optimizer, model=model)
-    except BadOption as error:
-        raise Refused(error.problem) from error
     except (ValueError, OSError) as error:
         raise Refused(str(error)) from error
     return 0
