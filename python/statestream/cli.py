@@ -12,6 +12,8 @@ from typing import Annotated, Optional
 
 import typer
 
+from statestream.extras import cli_extra
+
 __all__ = ["app", "main"]
 
 FAILED = 1
@@ -60,7 +62,8 @@ def demo(
     # Read when torch is loaded: without it, a core that is busy elsewhere makes a step ten times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        from statestream.demo.command import demo as run_demo
+        with cli_extra():
+            from statestream.demo.command import demo as run_demo
         from statestream.demo.settings import Settings
     except ImportError as error:
         raise Refused(str(error)) from error
@@ -141,6 +144,8 @@ def plan(
         show(made, json, png)
     except BadOption as error:
         raise _refused(error.name, error.problem) from error
+    except ImportError as error:  # for --png
+        raise Refused(str(error)) from error
     return FAILED if made.gpu_memory is not None and made.proposal is None else 0
 
 
@@ -192,14 +197,11 @@ def convert(
     """
     try:
         from statestream.convert.command import convert as run_convert
-        from statestream.planner.quantities import BadOption
     except ImportError as error:
         raise Refused(str(error)) from error
     options = {"source": origin, "masters": masters, "drop": drop or (), "adam_w_mode": adamw}
     try:
         run_convert(source, target, to, **options, optimizer=optimizer, model=model)
-    except BadOption as error:
-        raise Refused(error.problem) from error
     except (ValueError, OSError) as error:
         raise Refused(str(error)) from error
     return 0

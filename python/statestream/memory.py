@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from io import StringIO
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from statestream.tensors.local import local_of
+from statestream.text_table import text_table
 
 __all__ = ["MemoryReport", "log_memory", "report_of"]
 
@@ -44,24 +44,18 @@ class MemoryReport:
         return {f"{prefix}{name}": nbytes for name, nbytes in found.items()}
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("bytes", "device", "host")
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for kind in dict.fromkeys((*self.device, *self.host)):
-            table.add_row(kind, *(f"{where[kind]:,}" if kind in where else "" for where in (self.device, self.host)))
-        table.add_section()
-        table.add_row("in all", f"{sum(self.device.values()):,}", f"{sum(self.host.values()):,}")
-        for name, device, host in (
+        kinds = dict.fromkeys((*self.device, *self.host))
+        held = [(kind, self.device.get(kind), self.host.get(kind)) for kind in kinds]
+        together = [
+            ("in all", sum(self.device.values()), sum(self.host.values())),
             ("last step: on top", self.step_device, None),
             ("last export: on top", self.export_device, self.export_host),
-        ):
-            table.add_row(name, *("" if nbytes is None else f"{nbytes:,}" for nbytes in (device, host)))
-        console = Console(file=StringIO(), width=100)
-        console.print(table)
-        return console.file.getvalue().rstrip()
+        ]
+        sections = (
+            [(name, *("" if nbytes is None else f"{nbytes:,}" for nbytes in sides)) for name, *sides in rows]
+            for rows in (held, together)
+        )
+        return text_table([("bytes", "device", "host")], *sections)
 
 
 def report_of(

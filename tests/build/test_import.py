@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import statestream
+from helpers.missing_packages import CLI_EXTRA, advice, python_without
 
 
 def run(code, cwd, *, path=None, env=None, check=True):
@@ -91,6 +92,74 @@ def test_import_adds_little_to_torchs_own(tmp_path):
         if alone < 50 and both < 100:
             return
     pytest.fail(f"FusedAdam {alone:.0f} ms, limit 50; with CPUOffloadOptimizer {both:.0f} ms, limit 100")
+
+
+TORCH_ALONE = """
+import sys, tempfile, warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import statestream
+from statestream import CPUOffloadOptimizer, FusedAdam, Timeline, log_memory, plan
+from statestream.convert import convert_checkpoint, convert_file, convert_state_dict, fp32_weights
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+folder = Path(tempfile.mkdtemp(dir="."))
+for wrap in (lambda inner: inner, lambda inner: CPUOffloadOptimizer(inner, 1 << 20)):
+    model = torch.nn.Linear(16, 16).to(torch.bfloat16)
+    optimizer = wrap(FusedAdam(model.parameters(), master_weights=True, exp_avg_dtype="bf16"))
+    log_memory(optimizer, dict)
+    for _ in range(2):
+        model(torch.ones(4, 16, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    torch.save(optimizer.state_dict(), folder / "file")
+    saved = get_optimizer_state_dict(model, optimizer)
+    dcp.save(saved, checkpoint_id=folder / "checkpoint", no_dist=True)
+    dcp.load(saved, checkpoint_id=folder / "checkpoint", no_dist=True)
+    set_optimizer_state_dict(model, optimizer, saved)
+    report, planned = optimizer.memory_report(), plan(model, optimizer, gpu_memory="80GiB")
+    assert report.scalars() and planned.as_dict()
+    assert "master_param" in str(report) and "masters" in str(planned)
+convert_file(folder / "file", folder / "new", "torch", drop=["master_param"])
+convert_checkpoint(folder / "checkpoint", folder / "other", "torch", drop=["master_param"])
+convert_state_dict(optimizer.state_dict(), "torch", drop=["master_param"])
+fp32_weights(optimizer.state_dict())
+with Timeline(optimizer) as timeline:
+    model(torch.ones(4, 16, dtype=torch.bfloat16)).square().mean().backward()
+    optimizer.step()
+assert timeline.spans
+"""
+
+PICTURES = """
+for pictured in (planned, timeline):
+    try:
+        pictured.save_png("picture.png")
+    except ImportError as error:
+        print(error)
+assert not Path("picture.png").exists()
+"""
+
+
+def test_training_saving_and_plans_need_torch_alone(tmp_path):
+    """NumPy is no part of torch either."""
+    done = python_without([*CLI_EXTRA, "numpy"], ["-c", TORCH_ALONE + PICTURES], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [advice("matplotlib")] * 2
+
+
+def test_training_saving_and_plans_load_no_package_of_the_extra(tmp_path):
+    run(f"{TORCH_ALONE}\nfound = {set(CLI_EXTRA)} & set(sys.modules)\nassert not found, found", tmp_path)
+
+
+def test_convert_and_planner_load_nothing_of_each_other(tmp_path):
+    code = "import sys, statestream.{} as _\nassert not [m for m in sys.modules if m.startswith('statestream.{}')]"
+    run(code.format("convert.command", "planner"), tmp_path)
+    run(code.format("planner.command", "convert"), tmp_path)
 
 
 AUDIT = """

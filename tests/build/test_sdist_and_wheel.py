@@ -7,9 +7,11 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from helpers.missing_packages import CLI_EXTRA, advice, python_without
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT = (".so", ".o", ".pyc", ".pyd", ".a")
@@ -55,10 +57,34 @@ def test_wheel_says_what_it_is(wheel):
     version = re.search(r'__version__ = "(.+)"', (ROOT / "python/statestream/__init__.py").read_text())[1]
     assert f"\nVersion: {version}\n" in metadata
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
-    assert "\nRequires-Dist: torch>=2.9\n" in metadata
-    assert scripts["console_scripts"]["statestream"] == "statestream.cli:main"
+    assert scripts["console_scripts"]["statestream"] == "statestream.__main__:main"
     assert "Apache License" in license_text
     assert "END OF TERMS AND CONDITIONS" in license_text
+
+
+def requirements(wheel) -> dict[str, set[str]]:
+    """What each extra brings, and under "" what comes with none: names and versions."""
+    with zipfile.ZipFile(wheel.path) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+    found = {extra: set() for extra in ["", *metadata.get_all("Provides-Extra")]}
+    for line in metadata.get_all("Requires-Dist"):
+        requirement, _, marker = line.partition(";")
+        found["".join(re.findall(r'extra == ["\'](.+)["\']', marker))].add(requirement.strip())
+    return found
+
+
+def test_wheel_brings_torch_alone_and_its_cli_extra_what_commands_need(wheel):
+    brings = requirements(wheel)
+    assert brings[""] == {"torch>=2.9"}
+    assert {re.split("[<=>]", line)[0] for line in brings["cli"]} == set(CLI_EXTRA)
+    assert "statestream[cli]" in brings["test"]
+
+
+def test_extras_that_pages_and_messages_name_are_there(wheel):
+    texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "python").rglob("*.py")]
+    named = re.findall(r'pip install "(?:\.|statestream)\[(.+?)\]"', "\n".join(map(Path.read_text, texts)))
+    assert {"cli", "test"} <= {extra for extras in named for extra in extras.split(",")} <= set(requirements(wheel))
 
 
 def test_build_without_nvcc_says_in_one_line_that_it_is_for_the_cpu(wheel):
@@ -110,6 +136,12 @@ def test_installed_console_script_runs(installed, tmp_path):
     (script,) = (installed / "bin").glob("statestream*")
     done = run_installed(installed, [sys.executable, script, "demo", "--help"], tmp_path)
     assert "--moments" in done.stdout
+
+
+def test_installed_console_script_says_what_to_install_where_torch_came_alone(installed, tmp_path):
+    (script,) = (installed / "bin").glob("statestream*")
+    done = python_without(CLI_EXTRA, [script, "doctor"], tmp_path, path=installed)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"statestream: {advice('rich')}\n")
 
 
 def run_installed(installed, command, cwd):

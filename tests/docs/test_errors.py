@@ -66,6 +66,14 @@ def missing_module() -> None:
     raise ImportError(done.stderr.strip().splitlines()[-1].removeprefix("ImportError: "))
 
 
+def missing_matplotlib() -> None:
+    code = "import statestream, torch; statestream.plan(torch.nn.Linear(2, 2)).save_png('plan.png')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.modules['matplotlib'] = None; {code}"], capture_output=True, text=True
+    )
+    raise ImportError(done.stderr.strip().splitlines()[-1].removeprefix("ImportError: "))
+
+
 def another_sharding(tmp_path) -> None:
     from distributed.fake_cuda import fake_cuda_world
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -275,6 +283,7 @@ CASES: list[Callable[..., object]] = [
     a_gradient_set_twice,
     a_gradient_lost_on_the_way,
     clipping_in_lightning,
+    missing_matplotlib,
 ]
 """One for each message, in the page's order."""
 

@@ -12,6 +12,7 @@ from helpers.modes import FORMS
 from offload.makers import SignDescent
 from offload.test_fake_cuda import FakeCuda, sharded
 from statestream import CPUOffloadOptimizer, FusedAdam, log_memory
+from statestream.memory import MemoryReport
 from statestream.offload import optimizer as offload_optimizer
 
 SIZES = {torch.float32: 4, torch.bfloat16: 2, torch.int16: 2, torch.float16: 2, torch.uint8: 1}
@@ -160,6 +161,27 @@ def test_scalars_are_flat_numbers_for_a_logger_and_text_is_a_table():
     assert all(isinstance(value, int) for value in scalars.values())
     assert set(report.scalars("")) == {name.removeprefix("memory/") for name in scalars}
     assert "exp_avg_sq" in str(report) and f"{4 * ELEMENTS:,}" in str(report)
+
+
+def test_the_table_is_plain_text_in_columns():
+    report = MemoryReport({"weights": 1_000}, {"weights": 20, "exp_avg": 4_000_000}, step_device=0, export_host=7)
+    assert str(report).splitlines() == [
+        "bytes                device       host",
+        "--------------------------------------",
+        "weights               1,000         20",
+        "exp_avg                      4,000,000",
+        "--------------------------------------",
+        "in all                1,000  4,000,020",
+        "last step: on top         0",
+        "last export: on top                  7",
+    ]
+    assert str(MemoryReport()).splitlines() == [
+        "bytes                device  host",
+        "---------------------------------",
+        "in all                    0     0",
+        "last step: on top",
+        "last export: on top",
+    ]
 
 
 @pytest.mark.parametrize("wrap", [lambda o: o, lambda o: CPUOffloadOptimizer(o, 10_000)], ids=["resident", "offloaded"])

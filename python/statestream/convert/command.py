@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from statestream.convert.files import convert_file
 from statestream.convert.folders import convert_checkpoint
-from statestream.planner.dcp_metadata import METADATA
+from statestream.dcp_metadata import METADATA
 
 __all__ = ["convert"]
 

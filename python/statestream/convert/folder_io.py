@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from statestream.planner.dcp_metadata import METADATA, classes_in
+from statestream.dcp_metadata import METADATA, classes_in
 
 __all__ = ["Entry", "Reader", "write_checkpoint"]
 

@@ -77,8 +77,8 @@ class _Local:
 
 
 def _load_in_place(strategy: PerParameterStrategy | OnePassStrategy, state_dict: dict[str, Any]) -> None:
-    """As torch's load_state_dict, for an optimizer that is not FusedAdam; but all is checked before anything is written,
-    and state keeps its place and its dtype."""
+    """As torch's load_state_dict, for an optimizer that is not FusedAdam. But all is checked before anything is
+    written, and state keeps its place and its dtype."""
     inner = strategy.inner
     with strategy.inner_hooks.lent():
         state_dict = through_hooks(inner._optimizer_load_state_dict_pre_hooks, inner, state_dict)

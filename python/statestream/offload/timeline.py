@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from statestream.extras import cli_extra
+
 if TYPE_CHECKING:
     from statestream.offload.optimizer import CPUOffloadOptimizer
 
@@ -71,10 +73,11 @@ class Timeline:
 
     def save_png(self, path: str | Path) -> None:
         """Draws a row each for loads, updates and stores. ValueError where no step was streamed, OSError where `path`
-        cannot be written."""
+        cannot be written, ImportError where matplotlib is not installed."""
         if not self.spans:
             raise ValueError("no streamed step was recorded: step the optimizer inside the timeline's context")
-        from statestream.offload.timeline_figure import draw  # loads matplotlib
+        with cli_extra():
+            from statestream.offload.timeline_figure import draw  # loads matplotlib
 
         draw(self.spans, Path(path))
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rich.console import Console
-
 from statestream.planner.mesh import Mesh
 from statestream.planner.model import Model, model_of_size
 from statestream.planner.plans import Plan, make_plan, room
 from statestream.planner.quantities import BadOption, parse_count
 from statestream.planner.settings import Settings
 from statestream.planner.sources import read_model
-from statestream.planner.table import print_plan
 from statestream.planner.times import Rates
 
 __all__ = ["plan_files", "show"]
@@ -61,7 +58,8 @@ def _model(source: Path | None, params: str | None, layers: int | None) -> Model
 
 
 def show(plan: Plan, as_json: bool, png: Path | None) -> None:
-    """Prints the plan to stdout, and draws it. BadOption where the picture cannot be written."""
+    """Prints the plan to stdout, and draws it. BadOption where the picture cannot be written, ImportError
+    where matplotlib is not installed."""
     if png is not None:
         if png.suffix.lower() != ".png":
             raise BadOption("png", f"{str(png)!r} does not end in .png")
@@ -72,7 +70,6 @@ def show(plan: Plan, as_json: bool, png: Path | None) -> None:
     if as_json:
         print(json.dumps(plan.as_dict(), indent=2))
         return
-    console = Console(highlight=False)
-    print_plan(console, plan)
+    print(plan)
     if png is not None:
-        console.print(f"{png} written", markup=False, soft_wrap=True)
+        print(f"{png} written")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from statestream.extras import cli_extra
 from statestream.planner.estimate import Estimate, estimate
 from statestream.planner.mesh import Share
 from statestream.planner.propose import Proposal, propose
@@ -65,8 +66,10 @@ class Plan:
         return made
 
     def save_png(self, path: str | Path) -> None:
-        """Draws the device's and the host's bytes as stacked bars. OSError where `path` cannot be written."""
-        from statestream.planner.figure import draw  # loads matplotlib
+        """Draws the device's and the host's bytes as stacked bars. OSError where `path` cannot be written, ImportError
+        where matplotlib is not installed."""
+        with cli_extra():
+            from statestream.planner.figure import draw  # loads matplotlib
 
         draw(self, Path(path))
 

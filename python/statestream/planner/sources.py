@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from statestream.planner.dcp_metadata import METADATA, model_of_checkpoint
+from statestream.dcp_metadata import METADATA, tensors_in
 from statestream.planner.families import FAMILIES, shapes_of
 from statestream.planner.formats import WEIGHTS, format_named
 from statestream.planner.model import Model, Parameter, model_of_size, shape_of
@@ -23,6 +23,9 @@ _HEADER_LIMIT = 100 << 20
 _SAFETENSORS_DTYPES = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}
 _NO_WEIGHTS = re.compile(r"[IU]\d+|BOOL")
 """Safetensors dtypes of counters and masks."""
+
+_STATE = re.compile(r"(?:^|\.)state\.(?P<param>.+)\.[^.]+$")
+"""Keys of an optimizer's state in a DCP checkpoint: "optim.state.layers.0.weight.exp_avg"."""
 
 
 def read_model(path: Path) -> Model:
@@ -44,7 +47,7 @@ def _read(path: Path) -> Model:
     if path.is_dir():
         return _read_folder(path)
     if path.name == METADATA:
-        return model_of_checkpoint(path)
+        return _from_checkpoint(path)
     if path.suffix == ".safetensors":
         return _from_files([path], path)
     values = _json(path)
@@ -55,7 +58,7 @@ def _read(path: Path) -> Model:
 
 def _read_folder(path: Path) -> Model:
     if (path / METADATA).exists():
-        return model_of_checkpoint(path / METADATA)
+        return _from_checkpoint(path / METADATA)
     files = sorted(path.glob("*.safetensors"))
     indices = sorted(path.glob(f"*{_INDEX}"))
     if indices:
@@ -141,6 +144,41 @@ def _from_index(path: Path, values: Mapping[str, Any]) -> Model:
     made = model_of_size(int(total) // 2, len(names))
     remark = f"Shapes are not known, the files of the index are not there: its {int(total):,} bytes are taken for BF16."
     return Model(str(path), tuple(Parameter(p.name, p.shape, "bf16") for p in made.parameters), (remark,))
+
+
+# ---- torch.distributed.checkpoint ----
+
+
+def _from_checkpoint(path: Path) -> Model:
+    """The weights in a checkpoint: its floating-point tensors that are no optimizer's state; where there are none, the
+    parameters that its optimizer has state of."""
+    try:
+        tensors = tensors_in(path)
+    except ValueError as error:
+        raise BadOption("source", str(error)) from None
+    weights = [
+        Parameter(key, shape, _float_name(dtype))
+        for key, (shape, dtype) in tensors.items()
+        if not _STATE.search(key) and _float_name(dtype) and shape
+    ]
+    if weights:
+        return Model(str(path.parent), tuple(weights))
+    trained: dict[str, tuple[int, ...]] = {}
+    for key, (shape, _) in tensors.items():
+        match = _STATE.search(key)
+        if match and shape:
+            trained.setdefault(match["param"], shape)
+    if not trained:
+        raise BadOption("source", f"{str(path.parent)!r} holds neither weights nor the state of an optimizer")
+    remark = "The checkpoint holds an optimizer's state alone: how its weights are stored is not known."
+    return Model(str(path.parent), tuple(Parameter(n, s) for n, s in trained.items()), (remark,))
+
+
+def _float_name(dtype: str) -> str | None:
+    try:
+        return format_named("dtype", dtype, WEIGHTS).name if dtype != "uint8" else None
+    except BadOption:
+        return None
 
 
 # ---- config.json ----

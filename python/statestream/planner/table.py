@@ -1,16 +1,12 @@
-"""A plan as tables for a terminal."""
+"""A plan as text: tables of bytes, and what they leave out."""
 
 from __future__ import annotations
 
-from io import StringIO
-
-from rich.console import Console
-from rich.table import Table
-
 from statestream.planner.plans import Plan
 from statestream.planner.quantities import as_text, seconds_text
+from statestream.text_table import text_table
 
-__all__ = ["print_plan", "text_of"]
+__all__ = ["LABELS", "text_of"]
 
 LABELS = {
     "weights": "weights",
@@ -22,47 +18,35 @@ LABELS = {
 }
 
 
-def print_plan(console: Console, plan: Plan) -> None:
-    _print_bytes(console, plan)
-    for line in _lines(plan):
-        console.print(line, markup=False, soft_wrap=True)
-    if plan.gpu_memory is not None:
-        _print_proposals(console, plan)
-    for remark in plan.remarks:
-        console.print(remark, markup=False, soft_wrap=True)
-
-
 def text_of(plan: Plan) -> str:
-    console = Console(file=StringIO(), width=100, highlight=False)
-    print_plan(console, plan)
-    return console.file.getvalue().rstrip()
+    parts = [_bytes(plan), _remarks(plan), [] if plan.gpu_memory is None else _proposals(plan), plan.remarks]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 
-def _print_bytes(console: Console, plan: Plan) -> None:
+def _bytes(plan: Plan) -> list[str]:
     made = plan.estimate
     one = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
     title = f"{plan.source}: {plan.elements:,} parameters on {one}, {plan.local_elements:,} a rank"
-    console.print(title, markup=False, soft_wrap=True)
-    table = Table()
-    table.add_column("a rank")
-    table.add_column("device", justify="right")
-    table.add_column("host", justify="right")
-    for kind in LABELS:
-        if kind in made.device or kind in made.host:
-            table.add_row(
-                LABELS[kind], *(as_text(where[kind]) if kind in where else "" for where in (made.device, made.host))
-            )
-    table.add_section()
-    table.add_row("all the time", as_text(made.resident), as_text(sum(made.host.values())), style="bold")
-    for name in ("step", "export", "load"):
-        extra = getattr(made, name)
-        table.add_row(f"  {name}: on top", as_text(extra.device), as_text(extra.host))
-    table.add_section()
-    table.add_row("at the highest", as_text(made.device_peak), as_text(made.host_peak), style="bold")
-    console.print(table)
+    sides = (made.device, made.host)
+    held = [
+        (label, *(as_text(side[kind]) if kind in side else "" for side in sides))
+        for kind, label in LABELS.items()
+        if kind in made.device or kind in made.host
+    ]
+    on_top = [(name, getattr(made, name)) for name in ("step", "export", "load")]
+    table = text_table(
+        [("a rank", "device", "host")],
+        held,
+        [
+            ("all the time", as_text(made.resident), as_text(sum(made.host.values()))),
+            *((f"  {name}: on top", as_text(extra.device), as_text(extra.host)) for name, extra in on_top),
+        ],
+        [("at the highest", as_text(made.device_peak), as_text(made.host_peak))],
+    )
+    return [title, table]
 
 
-def _lines(plan: Plan) -> list[str]:
+def _remarks(plan: Plan) -> list[str]:
     made, seconds = plan.estimate, plan.times
     lines = [
         f"checkpoint on disk, all ranks: {as_text(made.on_disk)} "
@@ -79,23 +63,15 @@ def _lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _print_proposals(console: Console, plan: Plan) -> None:
+def _proposals(plan: Plan) -> list[str]:
     kept = f"{as_text(plan.reserve)} of it kept for activations and what else is not counted"
-    console.print(f"what fits {as_text(plan.gpu_memory or 0)}, {kept}:", markup=False, soft_wrap=True)
-    table = Table()
-    table.add_column("changes")
-    table.add_column("all the time", justify="right")
-    table.add_column("at the highest", justify="right")
-    table.add_column("fits")
-    for proposal in plan.proposals:
-        made = proposal.estimate
-        fits = "[green]yes[/green]" if proposal.fits else "no"
-        table.add_row(proposal.changes, as_text(made.resident), as_text(made.device_peak), fits)
-    console.print(table)
-    found = plan.proposal
-    if found is not None:
-        console.print(found.settings.call(), markup=False, soft_wrap=True)
-        return
-    least = plan.proposals[-1].estimate
-    advice = f"nothing fits: weights and gradients alone take {as_text(least.resident)}; spread them over more ranks"
-    console.print(advice, markup=False, soft_wrap=True)
+    title = f"what fits {as_text(plan.gpu_memory or 0)}, {kept}:"
+    tried = [
+        (p.changes, as_text(p.estimate.resident), as_text(p.estimate.device_peak), "yes" if p.fits else "no")
+        for p in plan.proposals
+    ]
+    table = text_table([("changes", "all the time", "at the highest", "fits")], tried)
+    if plan.proposal is not None:
+        return [title, table, plan.proposal.settings.call()]
+    least = as_text(plan.proposals[-1].estimate.resident)
+    return [title, table, f"nothing fits: weights and gradients alone take {least}; spread them over more ranks"]
