@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from statestream.planner.estimate import Estimate
-from statestream.planner.plans import Plan
 from statestream.planner.table import LABELS
+
+if TYPE_CHECKING:
+    from statestream.planner.plans import Plan
 
 __all__ = ["draw"]
 

@@ -109,7 +109,8 @@ def _ranks(model: torch.nn.Module) -> int:
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> Settings:
-    from statestream import CPUOffloadOptimizer, FusedAdam
+    from statestream.adam.fused_adam import FusedAdam
+    from statestream.offload.optimizer import CPUOffloadOptimizer
 
     offload = isinstance(optimizer, CPUOffloadOptimizer)
     inner = optimizer.inner if offload else optimizer

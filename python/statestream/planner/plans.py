@@ -13,6 +13,7 @@ from statestream.planner.mesh import Share
 from statestream.planner.propose import Proposal, propose
 from statestream.planner.quantities import BadOption, parse_bytes
 from statestream.planner.settings import Settings
+from statestream.planner.table import text_of
 from statestream.planner.times import Rates, Times, times
 
 __all__ = ["Plan", "make_plan", "room"]
@@ -74,8 +75,6 @@ class Plan:
         draw(self, Path(path))
 
     def __str__(self) -> str:
-        from statestream.planner.table import text_of
-
         return text_of(self)
 
 

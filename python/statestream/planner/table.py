@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from statestream.planner.plans import Plan
+from typing import TYPE_CHECKING
+
 from statestream.planner.quantities import as_text, seconds_text
 from statestream.text_table import text_table
+
+if TYPE_CHECKING:
+    from statestream.planner.plans import Plan
 
 __all__ = ["LABELS", "text_of"]
 
