@@ -1,5 +1,5 @@
-"""Asks the tests about a change of the package's Python code: first the file that docs/testing.md names for the changed
-source, then the rest of that file's room, then every other room."""
+"""Asks the tests about a change of the package's Python code: first the file that docs/contributing.md names for the
+changed source, then the rest of that file's room, then every other room."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SHOWN = re.compile(r"demo/|doctor/|cli|command|figure|table\.py|__main__|/__ini
 
 
 def asked_first(page: str) -> list[tuple[str, str]]:
-    """(source, test) of each row of docs/testing.md that says which test file is asked first; paths from the root."""
+    """(source, test) of each row of docs/contributing.md that says what is asked first; paths from the root."""
     found = []
     for line in page.splitlines():
         row = re.fullmatch(r"\| ((?:`statestream[\w.]*`(?:, )?)+) \| `([\w/]+\.py)` \|", line)
@@ -56,7 +56,7 @@ def _source(module: str) -> str:
 
 
 def _table() -> dict[str, str]:
-    return dict(asked_first((ROOT / "docs" / "testing.md").read_text()))
+    return dict(asked_first((ROOT / "docs" / "contributing.md").read_text()))
 
 
 def python_sources() -> list[str]:
