@@ -144,9 +144,9 @@ def test_state_that_the_optimizer_makes_for_an_added_group_goes_to_host_memory()
     run.optimizer.add_param_group({"params": added[:1], "algorithm": "adamw"})
     run.optimizer.add_param_group({"params": added[1:]})
     for param in added:
-        home = run.optimizer.strategy.store.home(param)
+        location = run.optimizer.strategy.store.location(param)
         state = run.optimizer.state[param]
-        for arena in home.bank.arenas:
+        for arena in location.bank.arenas:
             assert state[arena.kind].untyped_storage().data_ptr() == arena.block.untyped_storage().data_ptr()
 
 

@@ -69,16 +69,21 @@ class Checkpointing:
         With state_dict_cpu_offload a snapshot in host memory; without, tensors on the parameter's device,
         those that are stored as float32 the live ones. DTensors stay DTensors, sharded as the parameter.
         """
-        if self.state_dict_cpu_offload:
+        if self._exports_to_host:
             refuse_capture("state_dict() with state_dict_cpu_offload=True", _IT_WAITS)
         call_hooks(self._optimizer_state_dict_pre_hooks, self)
         with interrupts_held():
             state_dict = self._export()
         return through_hooks(self._optimizer_state_dict_post_hooks, self, state_dict)
 
+    @property
+    def _exports_to_host(self) -> bool:
+        return self._factory.exports_to_host(self.state_dict_cpu_offload)
+
     def _export(self) -> dict[str, Any]:
         self.check_whole()
-        groups, params = pack_groups(self.param_groups, snapshot=self.state_dict_cpu_offload)
+        to_host = self._exports_to_host
+        groups, params = pack_groups(self.param_groups, snapshot=to_host)
         self._complete_state()
         index = {
             id(p): i
@@ -91,16 +96,16 @@ class Checkpointing:
         for group in groups:
             group["format_version"] = number
         stored = self._as_stepped(kept, [self._factory.all_stored(param, self.state[param]) for param in kept])
-        if self.state_dict_cpu_offload:
+        if to_host:
             exported, staging = export_to_host(stored, self.export_staging_bytes)
         else:
             exported, staging = export_on_device(stored), 0
         self._exported = taken_by_export([self.state[param] for param in kept], exported, staging)
         packed_state: dict[Any, Any] = {index[id(p)]: s for p, s in zip(kept, exported, strict=True)}
         other = {k: v for k, v in self.state.items() if not isinstance(k, Tensor)}
-        packed_state.update(copy.deepcopy(other) if self.state_dict_cpu_offload else other)
+        packed_state.update(copy.deepcopy(other) if to_host else other)
         live = [{k: v for k, v in s.items() if v is self.state[p][k]} for p, s in zip(kept, exported, strict=True)]
-        self._lend([] if self.state_dict_cpu_offload else tensors_of({"state": live, "param_groups": groups}))
+        self._lend([] if to_host else tensors_of({"state": live, "param_groups": groups}))
         return {"state": packed_state, "param_groups": groups}
 
     def _lend(self, tensors: Iterable[Tensor]) -> None:

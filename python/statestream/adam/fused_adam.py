@@ -182,14 +182,28 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         }
         check_group_options(defaults)
         self._members: set[int] = set()
-        self._factory = StateFactory(self.state_format)
-        self._table = StepTable(self._factory, self.rounding)
+        self.keep_state_with(StateFactory(self.state_format))
         super().__init__(params, defaults)
         self.state = LazyState(self._make_state)
         self._hooks = GradientHooks(self)
         self._take_over(self.param_groups)
 
     # ---- parameters and their state ----
+
+    @property
+    def state_factory(self) -> StateFactory:
+        """Where state is made and kept, how it follows its parameter, and how it is exported."""
+        return self._factory
+
+    @property
+    def step_table(self) -> StepTable:
+        """What a step asks of the kernels."""
+        return self._table
+
+    def keep_state_with(self, factory: StateFactory, step_table: StepTable | None = None) -> None:
+        """From here on this factory makes and keeps the state. State that is there is left to the caller."""
+        self._factory = factory
+        self._table = StepTable(factory, self.rounding) if step_table is None else step_table
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:

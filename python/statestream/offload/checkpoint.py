@@ -39,12 +39,7 @@ LOCAL_OPTIONS = ("capturable", "differentiable", "foreach", "fused")
 def export_state(strategy: AdamStrategy | PerParameterStrategy | OnePassStrategy, snapshot: bool) -> dict[str, Any]:
     inner = strategy.inner
     if isinstance(strategy, AdamStrategy):
-        strategy.adopt()  # all in one bank, rather than one by one as they are looked at
-        chosen, inner.state_dict_cpu_offload = inner.state_dict_cpu_offload, snapshot
-        try:
-            return inner.state_dict()
-        finally:
-            inner.state_dict_cpu_offload = chosen
+        return strategy.state_dict(snapshot)
     if isinstance(strategy, PerParameterStrategy):
         strategy.take_back(strategy.members.values())
     state_dict = inner.state_dict()

@@ -31,6 +31,10 @@ class StateFactory:
         self.torn: list[str] = []
         """Names of parameters that an error left updated in part, until a load succeeds."""
 
+    def exports_to_host(self, asked: bool) -> bool:
+        """Whether a state dict holds copies in host memory; `asked`: the optimizer's state_dict_cpu_offload."""
+        return asked
+
     def stored(self, param: Tensor, name: str, tensor: Tensor) -> Stored:
         """A state of the parameter with its scales, where it has some."""
         if tensor.dtype not in SCALED:

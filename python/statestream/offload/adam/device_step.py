@@ -207,7 +207,7 @@ class AdamFlow:
             call.params.append(job.param)
             call.locals.append(job.local)
         for call in written.values():
-            self.owner.inner._table.updated(call)
+            self.owner.inner.step_table.updated(call)
         if uncounted is not None:
             try:
                 raise uncounted

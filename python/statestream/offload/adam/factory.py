@@ -41,6 +41,10 @@ class HostStateFactory(StateFactory):
     def offloaded(self) -> bool:
         return self.ranges is not None
 
+    def exports_to_host(self, asked: bool) -> bool:
+        snapshot = None if self.ranges is None else self.ranges.snapshot
+        return asked if snapshot is None else snapshot
+
     def make(self, param: Tensor) -> dict[str, Any]:
         ranges = self.ranges
         if ranges is None:

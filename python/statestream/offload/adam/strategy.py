@@ -59,29 +59,39 @@ class AdamStrategy(Strategy):
         self.gradients = OffloadedGradients(self, cpu_threads) if offload_gradients else None
         if self.gradients is not None:
             self.hooks = self.gradients.hooks
+        self.snapshot: bool | None = None
+        """Whether the state dict that is being made holds copies."""
         self._counters: dict[int, Tensor] = {}
         self._views: dict[int, dict[str, Any]] = {}
         form = inner.state_format
         scales = [scales_of(name) for name in STATES if form.dtype_of(name) in SCALED]
         self.kinds = (*STATES, *([GRADS] if offload_gradients else []), *scales)
-        state, factory, table = dict(inner.state), inner._factory, inner._table
-        inner._factory = HostStateFactory(form, self)
-        inner._table = StepTable(inner._factory, inner.rounding)
+        state, factory, step_table = dict(inner.state), inner.state_factory, inner.step_table
+        inner.keep_state_with(HostStateFactory(form, self))
         existing = {p: inner.state.pop(p) for p in state if isinstance(p, Tensor)}
         try:
             self.adopt({p: factory.all_stored(p, values) for p, values in existing.items()})
         except BaseException:  # no memory: the optimizer stays as it was
-            inner._factory, inner._table = factory, table
+            inner.keep_state_with(factory, step_table)
             inner.state.clear()
             inner.state.update(state)
             raise
 
     # ---- state ----
 
+    def state_dict(self, snapshot: bool) -> dict[str, Any]:
+        """FusedAdam's own; `snapshot` says whether tensors are copies or live."""
+        self.adopt()  # all in one bank, rather than one by one as they are looked at
+        self.snapshot = snapshot
+        try:
+            return self.inner.state_dict()
+        finally:
+            self.snapshot = None
+
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
         """Makes host state for every trained parameter that has none, with values from `existing` (StateFactory's
         all_stored) where given."""
-        existing, takes = existing or {}, self.inner._table.takes
+        existing, takes = existing or {}, self.inner.step_table.takes
         with torch.no_grad():
             wanted = [p for p in self.params() if p in existing or (p.requires_grad and takes(p))]
             self.reserve(wanted)
@@ -89,9 +99,9 @@ class AdamStrategy(Strategy):
                 state = self.inner.state[param]
                 for name, value in existing.get(param, {}).items():
                     if isinstance(value, Stored):
-                        self.inner._factory.carry(value, self.inner._factory.stored(param, name, state[name]))
+                        self.inner.state_factory.carry(value, self.inner.state_factory.stored(param, name, state[name]))
                     elif name == STEP:
-                        state[name].copy_(self.inner._factory.step_in({STEP: value}))
+                        state[name].copy_(self.inner.state_factory.step_in({STEP: value}))
                     elif name not in STATES:  # a user's own, which is not streamed
                         state[name] = value
         if self.gradients is not None:
@@ -103,7 +113,7 @@ class AdamStrategy(Strategy):
         different types."""
         members = list(self.params())
         self.store.keep(members)
-        new = list({id(p): p for p in params if self.store.home(p) is None}.values())
+        new = list({id(p): p for p in params if self.store.location(p) is None}.values())
         if not new:
             return
         masters = {id(p): self.inner.state_format.dtypes(p).get(MASTER) for p in new}
@@ -146,14 +156,13 @@ class AdamStrategy(Strategy):
             self.gradients.clear()
         super().close()
         if in_charge:
-            inner._factory = StateFactory(inner.state_format)
-            inner._table = StepTable(inner._factory, inner.rounding)
+            inner.keep_state_with(StateFactory(inner.state_format))
 
     def drop(self, params: Iterable[Tensor]) -> None:
         for param in params:
             self._counters.pop(id(param), None)
             self._views.pop(id(param), None)
-            self.inner._factory.forget(param)
+            self.inner.state_factory.forget(param)
         super().drop(params)
 
     def take_over_gradients(self) -> None:
@@ -165,24 +174,24 @@ class AdamStrategy(Strategy):
     @torch.no_grad()
     def views(self, param: Tensor) -> dict[str, Any]:
         """The parameter's state as tensors in host memory, distributed as the parameter is."""
-        home = self.device_of_scalar(param)
+        location = self.location_of(param)
         local = local_of(param)
         state: dict[str, Any] = {STEP: self._counters[id(param)]}
         scales = {}
         for name, dtype in self.inner.state_format.dtypes(param).items():
-            arena = home.bank.arenas[self.kinds.index(name)]
-            state[name] = as_dtensor_like(arena.view(home.index, dtype, local), param)
+            arena = location.bank.arenas[self.kinds.index(name)]
+            state[name] = as_dtensor_like(arena.view(location.index, dtype, local), param)
             if dtype in SCALED:
                 of_blocks = torch.empty(scale_count(local.numel()), dtype=torch.float32, device="meta")
-                arena = home.bank.arenas[self.kinds.index(scales_of(name))]
-                scales[name] = arena.view(home.index, torch.float32, of_blocks)
-        self.inner._factory.forget(param)
+                arena = location.bank.arenas[self.kinds.index(scales_of(name))]
+                scales[name] = arena.view(location.index, torch.float32, of_blocks)
+        self.inner.state_factory.forget(param)
         if scales:
-            self.inner._factory.scales[param] = scales
+            self.inner.state_factory.scales[param] = scales
         self._views[id(param)] = dict(state)
         return state
 
-    def device_of_scalar(self, param: Tensor) -> Location:
+    def location_of(self, param: Tensor) -> Location:
         """Where the parameter's state lies, with room for the parameter as it is now.
 
         One that has no place gets one. So does one that changed, together with all others that did: a model's new
@@ -190,16 +199,16 @@ class AdamStrategy(Strategy):
         """
         if not self._fits(param):
             self.wait()
-            moving = [p for p in self.params() if self.store.home(p) is not None and not self._fits(p)]
+            moving = [p for p in self.params() if self.store.location(p) is not None and not self._fits(p)]
             for p in moving:
                 self.store.leave(p)
                 self._views.pop(id(p), None)  # they are of the place that it leaves, whatever its form is later
             self.reserve([*moving, param])
-        return self.store.home(param)
+        return self.store.location(param)
 
     def _fits(self, param: Tensor) -> bool:
-        home = self.store.home(param)
-        return home is not None and home.sizes == self._sizes(param)
+        location = self.store.location(param)
+        return location is not None and location.sizes == self._sizes(param)
 
     def holds(self, param: Tensor, state: dict[str, Any]) -> bool:
         """Whether these are the very tensors that `views` gave."""
@@ -209,9 +218,9 @@ class AdamStrategy(Strategy):
     def detached(self) -> FusedAdam:
         twin = super().detached()
         twin._hooks = None
-        twin._factory = StateFactory(self.inner.state_format)
-        for param, scales in self.inner._factory.scales.items():
-            twin._factory.scales[param] = compact_copy(scales)
+        twin.keep_state_with(StateFactory(self.inner.state_format))
+        for param, scales in self.inner.state_factory.scales.items():
+            twin.state_factory.scales[param] = compact_copy(scales)
         twin.state = LazyState(twin._make_state)
         for param, state in self.inner.state.items():
             twin.state[param] = {name: compact_copy(value) for name, value in state.items()}
@@ -258,7 +267,7 @@ class AdamStrategy(Strategy):
 
     def _jobs(self, options_of_groups: Sequence[AdamOptions]) -> dict[int, Job]:
         """Work by unit of the plan."""
-        inner, table = self.inner, self.inner._table
+        inner, table = self.inner, self.inner.step_table
         inner.check_whole()
         vars(inner).pop("_lent", None)  # the class has None
         if self.gradients is not None:
@@ -266,7 +275,7 @@ class AdamStrategy(Strategy):
         with_grad = [p for p in self.params() if self._has_grad(p)]
         names = self.names()
         self.follow(with_grad)
-        new = [p for p in with_grad if self.store.home(p) is None]
+        new = [p for p in with_grad if self.store.location(p) is None]
         if new:
             for param in new:
                 table.check(param, names[id(param)])
@@ -283,7 +292,7 @@ class AdamStrategy(Strategy):
             job.number = number
             if self.gradients is not None:  # now that no state moves any more
                 job.grad = self.gradients.sum_of(job.param)
-        return {self.store.home(job.param).unit: job for job in found.values()}
+        return {self.store.location(job.param).unit: job for job in found.values()}
 
     def _has_grad(self, param: Tensor) -> bool:
         if self.gradients is not None:
@@ -301,7 +310,7 @@ class AdamStrategy(Strategy):
         local = table.check(param, name)
         grad = self._grad(table, name, param, local)
         state = self.inner.state[param]
-        self.inner._factory.follow(param, state)
+        self.inner.state_factory.follow(param, state)
         tensors = {kind: local_of(state[kind]) for kind in STATES if kind in state}
         codes = [kernels.state_format_of(tensors[kind]) if kind in tensors else kernels.NONE for kind in STATES]
         formats = Formats(kernels.format_of(local), kernels.format_of(grad), *codes)

@@ -81,7 +81,7 @@ class OffloadedGradients:
         owner = self.owner
         if param.grad is None or owner is None:
             return
-        if owner.store.home(param) is None and all(param is not p for p in owner.params()):
+        if owner.store.location(param) is None and all(param is not p for p in owner.params()):
             return  # the hook came here in a swap of tensors
         refuse_capture(f"the gradient of {name}, which is offloaded,", "threads of the host add it up")
         with self._lock:
@@ -237,10 +237,10 @@ class OffloadedGradients:
     # ---- where they are ----
 
     def _place(self, param: Tensor, local: Tensor) -> Tensor:
-        home = self.owner.device_of_scalar(param)
-        arena = home.bank.arenas[self.owner.kinds.index(GRADS)]
+        location = self.owner.location_of(param)
+        arena = location.bank.arenas[self.owner.kinds.index(GRADS)]
         with torch.inference_mode(False):
-            return arena.view(home.index, torch.float32, local)
+            return arena.view(location.index, torch.float32, local)
 
     def _check_shape(self, param: Tensor, local: Tensor, name: str) -> None:
         total = self._sums.get(id(param))

@@ -62,7 +62,7 @@ class StateStore:
         self.memory, self.budget = memory, budget
         self.fraction = 0.0
         self.banks: list[Bank] = []
-        self.homes: dict[int, Location] = {}
+        self.locations: dict[int, Location] = {}
         self._units: list[list[Unit]] = []
         self._layout: Layout | None = None
         make_plan((), budget)  # refuses a bad budget before any memory is taken
@@ -113,24 +113,24 @@ class StateStore:
         for bank, run in banks:
             self.banks.append(bank)
             self._units.append([e.unit for e in run])
-            self.homes.update((id(e.param), Location(e.param, bank, index)) for index, e in enumerate(run))
+            self.locations.update((id(e.param), Location(e.param, bank, index)) for index, e in enumerate(run))
         self._layout = None
 
-    def home(self, param: Tensor) -> Location | None:
-        home = self.homes.get(id(param))
-        return home if home is not None and home.param is param else None
+    def location(self, param: Tensor) -> Location | None:
+        location = self.locations.get(id(param))
+        return location if location is not None and location.param is param else None
 
     def leave(self, param: Tensor) -> None:
         """The parameter's state is to lie elsewhere. Its unit stays in the plan as no one's: it is never stepped."""
-        home = self.homes.pop(id(param), None)
-        if home is not None:
-            home.bank.units[home.index] = None
+        location = self.locations.pop(id(param), None)
+        if location is not None:
+            location.bank.units[location.index] = None
 
     def keep(self, params: Sequence[Tensor]) -> None:
         """Gives back the banks that hold state of none of these."""
         wanted = {id(param) for param in params}
-        self.homes = {key: home for key, home in self.homes.items() if key in wanted}
-        used = {id(home.bank) for home in self.homes.values()}
+        self.locations = {key: location for key, location in self.locations.items() if key in wanted}
+        used = {id(location.bank) for location in self.locations.values()}
         if len(used) == len(self.banks):
             return
         kept = [(bank, units) for bank, units in zip(self.banks, self._units, strict=True) if id(bank) in used]

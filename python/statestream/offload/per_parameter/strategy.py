@@ -73,8 +73,8 @@ class PerParameterStrategy(Strategy):
         optimizer's own first step. State of the parameters whose ids are `anew` is about to be replaced."""
         members = {id(p): None for p in self.params()}
         self.store.keep(list(self.params()))
-        self.members = {key: m for key, m in self.members.items() if key in members and self.store.homes.get(key)}
-        wanted = {id(p) for p in params if self.store.home(p) is None}
+        self.members = {key: m for key, m in self.members.items() if key in members and self.store.locations.get(key)}
+        wanted = {id(p) for p in params if self.store.location(p) is None}
         new: list[Member] = []
         planned: dict[int, list[StateKind]] = {}
         names = self.names()
@@ -180,10 +180,10 @@ class PerParameterStrategy(Strategy):
                 state.update(taken)
 
     def _host_view(self, member: Member, name: str) -> Tensor:
-        home = self.store.home(member.param)
-        arena = next(a for a in home.bank.arenas if a.kind == name)
-        begin = arena.offsets[home.index]
-        return member.shaped(arena.block[begin : begin + arena.sizes[home.index]], name)
+        location = self.store.location(member.param)
+        arena = next(a for a in location.bank.arenas if a.kind == name)
+        begin = arena.offsets[location.index]
+        return member.shaped(arena.block[begin : begin + arena.sizes[location.index]], name)
 
     def fill(self, param: Tensor, name: str, local: Tensor) -> Tensor:
         """Writes a saved state into its place; returns the state tensor."""
@@ -205,7 +205,7 @@ class PerParameterStrategy(Strategy):
     def step(self, numbers: StepNumbers) -> None:
         """One step of the optimizer, chunk by chunk. Settings and scaling are the optimizer's own affair."""
         with_grad = self._with_grad()
-        jobs = {self.store.home(p).unit: self.members[id(p)] for p in with_grad}
+        jobs = {self.store.location(p).unit: self.members[id(p)] for p in with_grad}
         self._update(jobs)
 
     def _update(self, jobs: dict[int, Member]) -> None:
@@ -226,7 +226,7 @@ class PerParameterStrategy(Strategy):
             self.check_gradients()
         self.follow(params)
         outgrown = [p for p in params if id(p) in self.members and self.members[id(p)].outgrown]
-        if outgrown or any(self.store.home(p) is None for p in params):
+        if outgrown or any(self.store.location(p) is None for p in params):
             self.wait()
             for param in outgrown:
                 self.store.leave(param)
@@ -380,12 +380,12 @@ class _Flow:
 
     def _slots(self, stage: Stage, ring: Tensor, piece: Any) -> dict[str, Tensor]:
         member = self.jobs[piece.unit]
-        home = self.owner.store.home(member.param)
+        location = self.owner.store.location(member.param)
         slots = {}
-        for number, arena in enumerate(home.bank.arenas):
+        for number, arena in enumerate(location.bank.arenas):
             if arena.kind in member.kinds:
                 at = self.layout.place(stage.chunk, piece, number)
-                slots[arena.kind] = member.shaped(ring[at : at + arena.sizes[home.index]], arena.kind)
+                slots[arena.kind] = member.shaped(ring[at : at + arena.sizes[location.index]], arena.kind)
         return slots
 
     def _onto_device(self, value: Any, slot: Tensor | None) -> Any:
