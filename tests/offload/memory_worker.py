@@ -13,7 +13,7 @@ from helpers.memory import own_resident_bytes
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.device.queues import HostDevice
 from statestream.offload import optimizer as optimizer_module
-from statestream.offload.adam.host_step import SLOT_BYTES
+from statestream.streaming.host_pipeline import SLOT_BYTES
 
 MiB = 1 << 20
 ELEMENTS = 10 * MiB
