@@ -16,32 +16,65 @@
 
 namespace statestream {
 
-// Codes shared with statestream.kernels.
+// What a tensor may be to an optimizer.
+enum Role : int32_t { kParameter = 1, kGradient = 2, kMoment = 4, kMaster = 8 };
+
+// The table of storage formats: name, code, bytes an element, whether payloads have a float32 scale for each block of
+// kScaleBlock elements (scaled_formats.h), roles. python/statestream/formats.py has the same.
+// A remainder is the low 16 bits of an FP32 master whose high half is the BF16 parameter.
+#define STATESTREAM_FORMATS(X)                                           \
+  X(kFloat32, 1, 4, false, kParameter | kGradient | kMoment | kMaster) \
+  X(kBFloat16, 2, 2, false, kParameter | kGradient | kMoment)          \
+  X(kRemainder, 3, 2, false, kMaster)                                  \
+  X(kFloat16, 4, 2, false, kParameter | kGradient)                     \
+  X(kScaledFloat16, 5, 2, true, kMoment | kMaster)                     \
+  X(kScaledFloat8, 6, 1, true, kMoment)
+
 enum Format : int32_t {
   kNone = 0,
-  kFloat32 = 1,
-  kBFloat16 = 2,
-  kRemainder = 3,  // the low 16 bits of an FP32 master whose high half is the BF16 parameter
-  kFloat16 = 4,    // of a parameter or a gradient
-  // Of a moment or a master: payloads with a float32 scale a block (scaled_formats.h).
-  kScaledFloat16 = 5,
-  kScaledFloat8 = 6,
+#define STATESTREAM_ONE(name, code, bytes, scaled, roles) name = code,
+  STATESTREAM_FORMATS(STATESTREAM_ONE)
+#undef STATESTREAM_ONE
 };
 
-// Stored as payloads with a float32 scale for each block of 256 elements.
-STATESTREAM_HD bool is_scaled(int32_t format) { return format == kScaledFloat16 || format == kScaledFloat8; }
+// Codes run from kNone to below this.
+#define STATESTREAM_ONE(name, code, bytes, scaled, roles) +1
+constexpr int32_t kFormatCodes = 1 STATESTREAM_FORMATS(STATESTREAM_ONE);
+#undef STATESTREAM_ONE
+#define STATESTREAM_ONE(name, code, bytes, scaled, roles) static_assert(code > 0 && code < kFormatCodes, #name);
+STATESTREAM_FORMATS(STATESTREAM_ONE)
+#undef STATESTREAM_ONE
+
 constexpr int64_t kScaleBlock = 256;
+
+STATESTREAM_HD bool is_scaled(int32_t format) {
+  switch (format) {
+#define STATESTREAM_ONE(name, code, bytes, scaled, roles) \
+  case name: return scaled;
+    STATESTREAM_FORMATS(STATESTREAM_ONE)
+#undef STATESTREAM_ONE
+    default: return false;
+  }
+}
+
+STATESTREAM_HD bool has_role(int32_t format, Role role) {
+  switch (format) {
+#define STATESTREAM_ONE(name, code, bytes, scaled, roles) \
+  case name: return ((roles) & role) != 0;
+    STATESTREAM_FORMATS(STATESTREAM_ONE)
+#undef STATESTREAM_ONE
+    default: return false;
+  }
+}
 
 STATESTREAM_HD int64_t scale_blocks(int64_t numel) { return numel / kScaleBlock + (numel % kScaleBlock != 0); }
 
 STATESTREAM_HD int64_t format_bytes(int32_t format) {
   switch (format) {
-    case kFloat32: return 4;
-    case kBFloat16:
-    case kRemainder:
-    case kFloat16:
-    case kScaledFloat16: return 2;
-    case kScaledFloat8: return 1;
+#define STATESTREAM_ONE(name, code, bytes, scaled, roles) \
+  case name: return bytes;
+    STATESTREAM_FORMATS(STATESTREAM_ONE)
+#undef STATESTREAM_ONE
     default: return 0;
   }
 }

@@ -11,6 +11,19 @@
 
 namespace statestream {
 
+// The table of formats, for Python to compare with its own.
+inline pybind11::tuple format_table() {
+  pybind11::list rows;
+  const auto add = [&](const char *name, int32_t code, int64_t bytes, bool scaled, int32_t roles) {
+    rows.append(pybind11::make_tuple(name, code, bytes, scaled, bool(roles & kParameter), bool(roles & kGradient),
+                                     bool(roles & kMoment), bool(roles & kMaster)));
+  };
+#define STATESTREAM_ONE(name, code, bytes, scaled, roles) add(#name, code, bytes, scaled, roles);
+  STATESTREAM_FORMATS(STATESTREAM_ONE)
+#undef STATESTREAM_ONE
+  return rows;
+}
+
 struct Table {
   TableFormats formats;
   const TensorRow *rows;

@@ -83,14 +83,11 @@ struct TableFormats {
 
 // The combinations that there are kernels for, on every device; nothing else is refused for its formats.
 STATESTREAM_HD bool has_kernel(const TableFormats &f) {
-  const auto is_number = [](int32_t format) { return format == kFloat32 || format == kBFloat16; };
-  const auto is_moment = [&](int32_t format) { return is_number(format) || is_scaled(format); };
-  const bool low = f.param == kBFloat16 || f.param == kFloat16;
-  const bool no_master = f.master == kNone && (low || f.param == kFloat32);
-  const bool master = low && (f.master == kFloat32 || f.master == kScaledFloat16);
-  const bool remainder = f.param == kBFloat16 && f.master == kRemainder;
-  return (no_master || master || remainder) && (is_number(f.grad) || f.grad == kFloat16) && is_moment(f.exp_avg) &&
-         is_moment(f.exp_avg_sq);
+  // An FP32 parameter is its own master, and remainders are of BF16 ones.
+  const bool master = f.master == kRemainder ? f.param == kBFloat16
+                                             : has_role(f.master, kMaster) && f.param != kFloat32;
+  return has_role(f.param, kParameter) && (f.master == kNone || master) && has_role(f.grad, kGradient) &&
+         has_role(f.exp_avg, kMoment) && has_role(f.exp_avg_sq, kMoment);
 }
 
 // Bits of the `stochastic` argument, and the number of a tensor in its random key.

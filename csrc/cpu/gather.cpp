@@ -173,7 +173,12 @@ bool are_equal(const py::object &a, const py::object &b) {
 class Gatherer {
  public:
   Gatherer(const DlExchangeApi *api, const TensorTypes &types, const ExpectedStates &expected)
-      : api_(api), types_(types), expected_(expected) {}
+      : api_(api), types_(types), expected_(expected) {
+    for (const auto &[param, master] : expected.masters) {
+      if (!has_role(param, kParameter)) throw std::invalid_argument("masters: a key is no format of a parameter");
+      masters_[param] = master;
+    }
+  }
 
   // False: this one needs a closer look.
   bool take(const py::object &param, const py::object &grad, const py::object &state, int64_t ordinal) {
@@ -185,12 +190,8 @@ class Gatherer {
     if (sharded != (Py_TYPE(grad.ptr()) == types_.sharded) || (sharded && !same_sharding(param, grad))) return false;
     if (!is_contiguous(p) || !same_shape_contiguous_and_place(p, g)) return false;
     TableFormats f{format_of(p), format_of(g), expected_.exp_avg, expected_.exp_avg_sq, kNone};
-    // Remainders are of bfloat16 parameters; a float16 one has a whole master in their place.
-    if (f.param == kFloat16 && expected_.master == kRemainder)
-      f.master = kFloat32;
-    else if (f.param != kFloat32)
-      f.master = expected_.master;
-    if (!is_number(f.param) || !is_number(f.grad)) return false;
+    f.master = masters_[f.param];
+    if (!has_role(f.param, kParameter) || !has_role(f.grad, kGradient)) return false;
     if (numel_of(p) == 1 && (is_negated(local.ptr()) || is_negated(grad_local.ptr()))) return false;
     if (!read_state(found(state, exp_avg_), p, f.exp_avg, &m) ||
         !read_state(found(state, exp_avg_sq_), p, f.exp_avg_sq, &v))
@@ -290,7 +291,6 @@ class Gatherer {
     return negated.ptr() == Py_True;
   }
 
-  static bool is_number(int32_t format) { return format == kFloat32 || format == kBFloat16 || format == kFloat16; }
 
   bool step_place_is_right(const DlTensor &step, const DlTensor &param) const {
     if (!expected_.step_on_device) return step.device_type == kDlCpu;
@@ -313,6 +313,7 @@ class Gatherer {
   const DlExchangeApi *api_;
   const TensorTypes &types_;
   const ExpectedStates &expected_;
+  int32_t masters_[kFormatCodes] = {};  // by a parameter's format
   // Interned, as Python's own literals are: a dictionary then compares addresses.
   const py::str exp_avg_ = interned("exp_avg"), exp_avg_sq_ = interned("exp_avg_sq"),
                 master_ = interned("master_param"), step_ = interned("step");

@@ -2,6 +2,8 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <map>
+
 #include "../tensor_table.h"
 
 namespace statestream {
@@ -9,9 +11,9 @@ namespace statestream {
 // What the states of a parameter must look like to be taken; anything else is left to the caller.
 struct ExpectedStates {
   int32_t exp_avg, exp_avg_sq;
-  int32_t master;       // of a parameter that is not FP32, or kNone
-  bool step_on_device;  // the counter lies beside the parameter, else on the CPU
-  bool extras;          // whether rows have some
+  std::map<int32_t, int32_t> masters;  // by a parameter's format; of those that it lacks there is none
+  bool step_on_device;                 // the counter lies beside the parameter, else on the CPU
+  bool extras;                         // whether rows have some
 };
 
 // How Python's objects hold memory.

@@ -59,6 +59,7 @@ void check_slice(uint64_t from, int64_t from_bytes, uint64_t to, int64_t to_byte
 
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of statestream; use statestream.kernels";
+  m.attr("FORMATS") = format_table();
   use_form(form_names().front());
 
   m.def("forms", form_names, "Forms of the kernels that this processor runs, best first.");
@@ -145,15 +146,15 @@ PYBIND11_MODULE(_cpu, m) {
       "gather",
       [](const py::capsule &exchange, const py::list &params, const py::str &grad_name, const py::object &states,
          const py::tuple &plain_types, const py::object &sharded_type, const py::dict &scales, int32_t exp_avg,
-         int32_t exp_avg_sq, int32_t master, bool step_on_device, bool extras, int64_t first_ordinal) {
+         int32_t exp_avg_sq, const std::map<int32_t, int32_t> &masters, bool step_on_device, bool extras, int64_t first_ordinal) {
         if (!sharded_type.is_none() && !PyType_Check(sharded_type.ptr()))
           throw py::type_error("sharded_type: expected a class or None");
         auto *sharded = sharded_type.is_none() ? nullptr : (PyTypeObject *)sharded_type.ptr();
         return gather(exchange, params, grad_name, states, {plain_types, sharded, scales},
-                      {exp_avg, exp_avg_sq, master, step_on_device, extras}, first_ordinal);
+                      {exp_avg, exp_avg_sq, masters, step_on_device, extras}, first_ordinal);
       },
       py::arg("exchange"), py::arg("params"), py::arg("grad_name"), py::arg("states"), py::arg("plain_types"),
       py::kw_only(), py::arg("sharded_type"), py::arg("scales"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
-      py::arg("master"), py::arg("step_on_device"), py::arg("extras"), py::arg("first_ordinal"),
+      py::arg("masters"), py::arg("step_on_device"), py::arg("extras"), py::arg("first_ordinal"),
       "Rows of the parameters whose memory can be read at once; see gather.h.");
 }

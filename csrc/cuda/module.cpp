@@ -30,6 +30,7 @@ PYBIND11_MODULE(_cuda, m) {
   m.doc() = "CUDA kernels of statestream; use statestream.kernels";
   m.attr("SCRATCH_BYTES") = kScratchBytes;
   m.attr("ARCHS") = STATESTREAM_CUDA_ARCHS;
+  m.attr("FORMATS") = format_table();
 
   m.def("why_not", why_not, py::arg("device"), "Why the kernels cannot run on the current device; empty where they can.");
 

@@ -69,7 +69,7 @@ def one(mesh, *, param=None, grad=None, state=None, **changed):
     param = torch.nn.Parameter(like if param is None else param)
     param.decoupled_grad = like if grad is None else grad
     kept = {"exp_avg": like.clone(), "exp_avg_sq": like.clone(), "step": torch.tensor(0.0)} | (state or {})
-    options = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master": None, "step_on_device": False}
+    options = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "masters": {}, "step_on_device": False}
     options |= {"scales": {}, "sharded": True, "extras": False, "first_ordinal": 0} | changed
     return kernels.gather([param], "decoupled_grad", {param: kept}, **options)
 

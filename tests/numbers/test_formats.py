@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from statestream import FusedAdam
+from statestream import FusedAdam, _cpu, kernels
 from statestream.formats import (
     FORMATS,
     REMAINDERS,
@@ -29,6 +30,53 @@ def test_an_element_has_the_bytes_that_torch_says(form):
     assert form.exported_itemsize == torch.empty(0, dtype=form.exported).element_size()
     for elements, scales in ((0, 0), (1, 1), (SCALE_BLOCK, 1), (SCALE_BLOCK + 1, 2)):
         assert form.nbytes(elements) == elements * form.itemsize + 4 * scales * form.scaled
+
+
+NATIVE_ROLES = (Role.PARAMETER, Role.GRADIENT, Role.MOMENT, Role.MASTER)
+"""In the order of FORMATS of the native modules."""
+
+
+def as_native(table) -> set[tuple[object, ...]]:
+    return {(f.code, f.itemsize, f.scaled, *(role in f.roles for role in NATIVE_ROLES)) for f in table}
+
+
+def test_native_code_has_the_same_table():
+    assert {row[1:] for row in _cpu.FORMATS} == as_native(FORMATS)
+    assert len(_cpu.FORMATS) == len(FORMATS)
+
+
+def test_control_a_format_that_one_of_the_two_lacks_or_has_otherwise_is_seen():
+    for i, form in enumerate(FORMATS):
+        others = [*FORMATS[:i], *FORMATS[i + 1 :]]
+        for changed in (others, [*others, replace(form, itemsize=8)], [*others, replace(form, roles=frozenset())]):
+            assert {row[1:] for row in _cpu.FORMATS} != as_native(changed)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_native_code_takes_the_masters_that_state_has(dtype):
+    """By what the optimizer keeps: whatever a parameter's master is stored in, no parameter needs a closer look."""
+    for masters in ({}, {"master_weights": True}, {"master_weights": True, "store_param_remainders": True}):
+        param = torch.nn.Parameter(torch.ones(300, dtype=dtype))
+        optimizer = FusedAdam([param], **masters)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        state_format = optimizer.state_format
+        found, left = kernels.gather(
+            [param],
+            "grad",
+            optimizer.state,
+            exp_avg=state_format.exp_avg,
+            exp_avg_sq=state_format.exp_avg_sq,
+            masters={dtype: state_format.master_of(dtype)},
+            step_on_device=False,
+            scales={},
+            sharded=False,
+            extras=False,
+            first_ordinal=0,
+        )
+        assert left == [] and len(found) == 1
+        kept = optimizer.state[param].get("master_param")
+        assert found[0].formats.master == (0 if kept is None else format_of_state(kept.dtype).code)
 
 
 def test_names_codes_and_dtypes_tell_formats_apart():

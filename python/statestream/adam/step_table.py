@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from statestream import kernels
 from statestream.adam.rounding import Rounding
-from statestream.arguments import check_grad_dtype, check_param
+from statestream.arguments import PARAM_DTYPES, check_grad_dtype, check_param
 from statestream.kernels import Formats
 from statestream.kernels.abi import scale_address
 from statestream.kernels.rows import add_rows, runs_for
@@ -94,7 +94,7 @@ class StepTable:
             state,
             exp_avg=state_format.exp_avg,
             exp_avg_sq=state_format.exp_avg_sq,
-            master=state_format.master_dtype,
+            masters={dtype: state_format.master_of(dtype) for dtype in PARAM_DTYPES},
             step_on_device=state_format.step_on_device,
             scales=self.factory.scales,
             sharded=not needs_extras,

@@ -210,7 +210,7 @@ def gather(
     *,
     exp_avg: torch.dtype,
     exp_avg_sq: torch.dtype,
-    master: torch.dtype | None,
+    masters: Mapping[torch.dtype, torch.dtype | None],
     step_on_device: bool,
     scales: dict[Tensor, dict[str, Tensor]],
     sharded: bool,
@@ -220,7 +220,8 @@ def gather(
     """Rows of every parameter that is a contiguous tensor with a gradient and states to match.
 
     Returns the calls to make, and the indices of parameters with a gradient that need a closer look: other layouts,
-    subclasses, whatever is wrong, and unless `sharded` DTensors. With `extras` rows have some, for which `scales` are
+    subclasses, whatever is wrong, and unless `sharded` DTensors. `masters` says by a parameter's dtype which dtype its
+    master is stored in, None for none. With `extras` rows have some, for which `scales` are
     those of scaled states by name, and `first_ordinal` is the number of params[0].
     Nothing is remembered between calls, so no change of a tensor can be missed. A parameter without
     gradient is passed over, one that is listed twice is taken once.
@@ -240,7 +241,11 @@ def gather(
         scales=scales,
         exp_avg=format_of_state(exp_avg).code,
         exp_avg_sq=format_of_state(exp_avg_sq).code,
-        master=NONE if master is None else format_of_state(master).code,
+        masters={
+            format_of_role(Role.PARAMETER, dtype).code: format_of_state(master).code
+            for dtype, master in masters.items()
+            if master is not None
+        },
         step_on_device=step_on_device,
         extras=extras,
         first_ordinal=first_ordinal,

@@ -56,16 +56,21 @@ class StateFormat:
     def dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         """Stored dtype of each tensor shaped like the parameter.
 
-        A float32 parameter is its own master. Remainders are of bfloat16 parameters: a float16 one has an FP32 master
-        in their place, and so has a quantised one, of which 16 bits more would not give a value back.
+        Of a quantised parameter's master 16 bits more would not give a value back: it has an FP32 master.
         """
         dtypes = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if self.master_weights:
-            if is_quantized(local_of(param)) or (param.dtype is torch.float16 and self.remainders):
-                dtypes[MASTER] = torch.float32
-            elif param.dtype is not torch.float32:
-                dtypes[MASTER] = self.master_dtype
+        quantised = self.master_weights and is_quantized(local_of(param))
+        master = torch.float32 if quantised else self.master_of(param.dtype)
+        if master is not None:
+            dtypes[MASTER] = master
         return dtypes
+
+    def master_of(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Stored dtype of the master of a parameter of this dtype; None where it has none. A float32 parameter is its
+        own master. Remainders are of bfloat16 parameters: a float16 one has an FP32 master in their place."""
+        if not self.master_weights or dtype is torch.float32:
+            return None
+        return torch.float32 if self.remainders and dtype is torch.float16 else self.master_dtype
 
     def check(self, local: Tensor, name: str) -> None:
         """Raises RuntimeError for a (local) parameter that cannot have such state."""
