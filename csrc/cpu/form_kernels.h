@@ -136,42 +136,10 @@ struct AdamKernel {
   }
 };
 
-template <class Weight, class Grad, class Moment1>
-statestream::AdamRange choose_moment2(int32_t format) {
-  switch (format) {
-    case statestream::kFloat32: return AdamKernel<Weight, Grad, Moment1, Float32>::range;
-    case statestream::kBFloat16: return AdamKernel<Weight, Grad, Moment1, BFloat16>::range;
-    default: return nullptr;
-  }
-}
+using AdamFunction = statestream::AdamRange;
+template <class Weight, class Grad, class Moment1, class Moment2>
+constexpr AdamFunction adam_function = AdamKernel<Weight, Grad, Moment1, Moment2>::range;
 
-template <class Weight, class Grad>
-statestream::AdamRange choose_moment1(const TableFormats &f) {
-  switch (f.exp_avg) {
-    case statestream::kFloat32: return choose_moment2<Weight, Grad, Float32>(f.exp_avg_sq);
-    case statestream::kBFloat16: return choose_moment2<Weight, Grad, BFloat16>(f.exp_avg_sq);
-    default: return nullptr;
-  }
-}
-
-template <class Weight>
-statestream::AdamRange choose_grad(const TableFormats &f) {
-  switch (f.grad) {
-    case statestream::kFloat32: return choose_moment1<Weight, Float32>(f);
-    case statestream::kBFloat16: return choose_moment1<Weight, BFloat16>(f);
-    default: return nullptr;
-  }
-}
-
-statestream::AdamRange choose_adam(const TableFormats &f) {
-  if (f.param == statestream::kFloat32 && f.master == statestream::kNone) return choose_grad<PlainWeight<Float32>>(f);
-  if (f.param != statestream::kBFloat16) return nullptr;
-  switch (f.master) {
-    case statestream::kNone: return choose_grad<PlainWeight<BFloat16>>(f);
-    case statestream::kFloat32: return choose_grad<MasterWeight>(f);
-    case statestream::kRemainder: return choose_grad<RemainderWeight>(f);
-    default: return nullptr;
-  }
-}
+#include "../choose_adam.h"
 
 }  // namespace

@@ -12,43 +12,11 @@ namespace {
 // The parameter as the kernels declare it (the emulation declares it a reference).
 using AdamKernel = void(const AdamParameters __grid_constant__);
 
-template <class Weight, class Grad, class Moment1>
-AdamKernel *choose_moment2(int32_t format) {
-  switch (format) {
-    case kFloat32: return adam_kernel<Weight, Grad, Moment1, Float32>;
-    case kBFloat16: return adam_kernel<Weight, Grad, Moment1, BFloat16>;
-    default: return nullptr;
-  }
-}
+using AdamFunction = AdamKernel *;
+template <class Weight, class Grad, class Moment1, class Moment2>
+constexpr AdamFunction adam_function = adam_kernel<Weight, Grad, Moment1, Moment2>;
 
-template <class Weight, class Grad>
-AdamKernel *choose_moment1(const TableFormats &f) {
-  switch (f.exp_avg) {
-    case kFloat32: return choose_moment2<Weight, Grad, Float32>(f.exp_avg_sq);
-    case kBFloat16: return choose_moment2<Weight, Grad, BFloat16>(f.exp_avg_sq);
-    default: return nullptr;
-  }
-}
-
-template <class Weight>
-AdamKernel *choose_grad(const TableFormats &f) {
-  switch (f.grad) {
-    case kFloat32: return choose_moment1<Weight, Float32>(f);
-    case kBFloat16: return choose_moment1<Weight, BFloat16>(f);
-    default: return nullptr;
-  }
-}
-
-AdamKernel *choose_adam(const TableFormats &f) {
-  if (f.param == kFloat32 && f.master == kNone) return choose_grad<PlainWeight<Float32>>(f);
-  if (f.param != kBFloat16) return nullptr;
-  switch (f.master) {
-    case kNone: return choose_grad<PlainWeight<BFloat16>>(f);
-    case kFloat32: return choose_grad<MasterWeight>(f);
-    case kRemainder: return choose_grad<RemainderWeight>(f);
-    default: return nullptr;
-  }
-}
+#include "../choose_adam.h"
 
 // Elements before the first at which every pointer of the row is 16-byte aligned.
 int16_t head_of(const TensorRow &r, const TableFormats &f) {

@@ -82,25 +82,18 @@ template <>
 constexpr bool kept<PlainWeight<Float32>, BFloat16, BFloat16, Float32> = true;
 
 template <class Weight, class Grad, class Moment1, class Moment2>
-AdamKernel *kernel_if_kept() {
+constexpr AdamKernel *kernel_if_kept() {
   if constexpr (kept<Weight, Grad, Moment1, Moment2>) return adam_kernel<Weight, Grad, Moment1, Moment2>;
   return nullptr;
 }
 
-template <class Weight, class Grad, class Moment1> AdamKernel *choose_moment2(int32_t format) {"""
+using AdamFunction = AdamKernel *;"""
 FEW_KERNELS = (
+    Edit(_LAUNCHER, "using AdamFunction = AdamKernel *;", _KEPT),
     Edit(
         _LAUNCHER,
-        "template <class Weight, class Grad, class Moment1> AdamKernel *choose_moment2(int32_t format) {",
-        _KEPT,
-    ),
-    *(
-        Edit(
-            _LAUNCHER,
-            f"return adam_kernel<Weight, Grad, Moment1, {moment2}>;",
-            f"return kernel_if_kept<Weight, Grad, Moment1, {moment2}>();",
-        )
-        for moment2 in ("Float32", "BFloat16")
+        "adam_function = adam_kernel<Weight, Grad, Moment1, Moment2>;",
+        "adam_function = kernel_if_kept<Weight, Grad, Moment1, Moment2>();",
     ),
 )
 """Makes the launcher compile the kernels that tests/ptx runs by default (HOT) and no others."""
