@@ -17,7 +17,7 @@
 namespace statestream {
 
 // What a tensor may be to an optimizer.
-enum Role : int32_t { kParameter = 1, kGradient = 2, kMoment = 4, kMaster = 8 };
+enum FormatRole : int32_t { kParameter = 1, kGradient = 2, kMoment = 4, kMaster = 8 };
 
 // The table of storage formats: name, code, bytes an element, whether payloads have a float32 scale for each block of
 // kScaleBlock elements (scaled_formats.h), roles. python/statestream/formats.py has the same.
@@ -48,35 +48,28 @@ STATESTREAM_FORMATS(STATESTREAM_ONE)
 constexpr int64_t kScaleBlock = 256;
 
 STATESTREAM_HD bool is_scaled(int32_t format) {
-  switch (format) {
-#define STATESTREAM_ONE(name, code, bytes, scaled, roles) \
-  case name: return scaled;
-    STATESTREAM_FORMATS(STATESTREAM_ONE)
+#define STATESTREAM_ONE(name, code, bytes, scaled, roles) || (scaled && format == name)
+  return false STATESTREAM_FORMATS(STATESTREAM_ONE);
 #undef STATESTREAM_ONE
-    default: return false;
-  }
 }
 
-STATESTREAM_HD bool has_role(int32_t format, Role role) {
-  switch (format) {
-#define STATESTREAM_ONE(name, code, bytes, scaled, roles) \
-  case name: return ((roles) & role) != 0;
-    STATESTREAM_FORMATS(STATESTREAM_ONE)
+STATESTREAM_HD bool has_role(int32_t format, FormatRole role) {
+#define STATESTREAM_ONE(name, code, bytes, scaled, roles) || (((roles) & role) && format == name)
+  return false STATESTREAM_FORMATS(STATESTREAM_ONE);
 #undef STATESTREAM_ONE
-    default: return false;
-  }
 }
 
 STATESTREAM_HD int64_t scale_blocks(int64_t numel) { return numel / kScaleBlock + (numel % kScaleBlock != 0); }
 
-STATESTREAM_HD int64_t format_bytes(int32_t format) {
-  switch (format) {
-#define STATESTREAM_ONE(name, code, bytes, scaled, roles) \
-  case name: return bytes;
-    STATESTREAM_FORMATS(STATESTREAM_ONE)
+STATESTREAM_HD bool has_bytes(int32_t format, int64_t wanted) {
+#define STATESTREAM_ONE(name, code, bytes, scaled, roles) || (bytes == wanted && format == name)
+  return false STATESTREAM_FORMATS(STATESTREAM_ONE);
 #undef STATESTREAM_ONE
-    default: return 0;
-  }
+}
+
+// Three comparisons: a case for each format makes the generic kernels longer.
+STATESTREAM_HD int64_t format_bytes(int32_t format) {
+  return has_bytes(format, 1) ? 1 : has_bytes(format, 2) ? 2 : has_bytes(format, 4) ? 4 : 0;
 }
 
 STATESTREAM_HD uint32_t bits_of(float x) {
