@@ -180,3 +180,22 @@ def test_what_is_no_count_is_refused_and_nothing_changes(kind, count):
             refused()
     assert same_bits(param.detach(), before[0]) and same_bits(optimizer.state[param]["exp_avg"], before[1])
     assert optimizer.state[param]["step"] == count
+
+
+@pytest.mark.parametrize(
+    "own", [{"step": 5}, {"step": torch.tensor(5.0), "exp_avg": torch.ones(2)}], ids=["n", "tensors"]
+)
+def test_what_is_kept_under_a_name_of_its_own_counts_no_parameters_steps(own):
+    """Transformer Engine's dicts count by group, where no parameter counts for itself."""
+    param = torch.nn.Parameter(torch.ones(5))
+    optimizer = FusedAdam([param])
+    param.grad = torch.ones(5)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    del saved["state"][0]["step"]
+    saved["param_groups"][0]["step"] = 3
+    saved["state"]["mine"] = own
+    fresh = torch.nn.Parameter(torch.ones(5))
+    loaded = FusedAdam([fresh])
+    loaded.load_state_dict(saved)
+    assert loaded.state[fresh]["step"] == 3 and loaded.state["mine"] is not None

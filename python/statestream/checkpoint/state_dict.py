@@ -99,7 +99,8 @@ def plan_load(
     keys: dict[Any, Tensor] = {}
     unsaid: list[str] = []
     # The peer counts by group alone, this optimizer and torch's by parameter alone.
-    counted = any(isinstance(state, dict) and state.get(STEP) is not None for state in state_dict["state"].values())
+    listed = [state_dict["state"].get(key) for saved in saved_groups for key in saved["params"]]
+    counted = any(isinstance(state, dict) and state.get(STEP) is not None for state in listed)
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
