@@ -58,6 +58,12 @@ def test_a_shape_that_is_none_is_refused(tmp_path, shape):
         read_model(path)
 
 
+def test_more_elements_than_a_float_counts_are_refused_in_words(tmp_path):
+    path = header(tmp_path / "a.safetensors", json.dumps({"w": {"dtype": "F32", "shape": [2**40] * 30}}))
+    with pytest.raises(BadOption, match=r"has more than 1e\+300 parameters"):
+        read_model(path)
+
+
 @pytest.mark.parametrize("dtype", ["F64", "F4", "C64", ["F32"], None, 8])
 def test_weights_of_another_dtype_are_named_and_not_left_out(tmp_path, dtype):
     entries = {"w": {"dtype": "F32", "shape": [3]}, "odd": {"dtype": dtype, "shape": [3]}}

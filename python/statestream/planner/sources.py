@@ -37,7 +37,8 @@ def read_model(path: Path) -> Model:
         found = path if error.filename is None else Path(error.filename)
         raise BadOption("source", f"{str(found)!r} cannot be read: {error.strerror or error}") from None
     if not 1 <= model.elements <= MOST:
-        raise BadOption("source", f"{str(path)!r} has {model.elements:.3g} parameters; a plan is of 1 to {MOST:.0e}")
+        found = f"{model.elements:.3g}" if model.elements < 1e300 else "more than 1e+300"  # which no float may hold
+        raise BadOption("source", f"{str(path)!r} has {found} parameters; a plan is of 1 to {MOST:.0e}")
     return model
 
 
