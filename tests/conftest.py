@@ -48,7 +48,8 @@ NOT_QUICK = tuple(
     distributed/test_global_index.py::test_any_ranges distributed/test_host_memory distributed/test_resharding
     docs/test_planning doctor emulation fake_runtime fault_points/test_saving faults figures fuzz integrations
     memory/test_resident_peaks muon/test_on_fake_cuda muon/test_on_simulated_device muon/test_ranks
-    numbers/test_doctor_checksums numbers/test_hostile_calls numbers/test_large_conversions
+    numbers/test_doctor_checksums numbers/test_formats.py::test_the_table_needs_no_torch numbers/test_hostile_calls
+    numbers/test_large_conversions
     numbers/test_native_threads numbers/test_scaled_blocks numbers/test_scaled_scalars numbers/test_scaled_training
     numbers/test_threads_and_cuts numbers/test_update_accuracy offload/test_documentation offload/test_fake_cuda
     offload/test_forked_children offload/test_long_runs offload/test_memory.py::test_a_forked_child
@@ -100,8 +101,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's job in the background, and all that it starts
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.option.markexpr == "quick" and not config.option.numprocesses:  # or in those that it starts
-        sys.addaudithook(_refuse_processes)
 
 
 def _refuse_processes(event: str, _: tuple[object, ...]) -> None:
@@ -116,7 +115,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    # Not in the process that starts those which run the tests, nor before these have said what machine it is.
+    if session.config.option.markexpr == "quick" and not session.config.option.numprocesses:
+        sys.addaudithook(_refuse_processes)
     gc.disable()  # of what is collected nothing goes: a quarter of the time would be spent in looking for it
     try:
         return (yield)
