@@ -46,7 +46,8 @@ NOT_QUICK = tuple(
     convert/test_folders.py::test_a_conversion_takes_the_memory convert/test_hostile cuda demo
     distributed/test_claims distributed/test_export_peak distributed/test_fake_tensors
     distributed/test_global_index.py::test_any_ranges distributed/test_host_memory distributed/test_resharding
-    docs/test_planning doctor emulation fake_runtime fault_points/test_saving faults figures fuzz integrations
+    docs/test_planning docs/test_testing_page.py::test_the_quick
+    doctor emulation fake_runtime fault_points/test_saving faults figures fuzz integrations
     memory/test_resident_peaks muon/test_on_fake_cuda muon/test_on_simulated_device muon/test_ranks
     numbers/test_doctor_checksums numbers/test_formats.py::test_the_table_needs_no_torch numbers/test_hostile_calls
     numbers/test_large_conversions

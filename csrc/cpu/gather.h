@@ -20,7 +20,7 @@ struct ExpectedStates {
 struct TensorTypes {
   pybind11::tuple plain;  // exact types that may be read by address
   PyTypeObject *sharded;  // of DTensors, whose local tensor is read in their place; null: they need a closer look
-  pybind11::dict scales;  // of scaled states, as StateKeeper holds them: {param: {state's name: scales}}
+  pybind11::dict scales;  // of scaled states, as StateFactory holds them: {param: {state's name: scales}}
 };
 
 // Rows of the parameters that are dense and as expected, grouped by device and formats.

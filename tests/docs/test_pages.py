@@ -31,11 +31,15 @@ def test_a_page_with_python_has_a_test_that_runs_it(page):
     assert PAGES[page].name in runner and "exec(" in runner
 
 
-@pytest.mark.parametrize("page", PAGES)
+OTHERS = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / "CHANGELOG.md", *(ROOT / "tests").rglob("README.md")])
+"""Pages beside what they are of."""
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
 def test_links_within_the_repository_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text_of(page)):
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / page).read_text(encoding="utf-8")):
         if "://" not in link:
-            assert (PAGES[page].parent / link).exists(), link
+            assert ((ROOT / page).parent / link).exists(), link
 
 
 def test_every_page_can_be_reached_from_the_readme():

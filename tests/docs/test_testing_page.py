@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -90,3 +92,11 @@ def test_every_source_has_a_test_that_is_asked_first():
 
 def _has_code(path: Path) -> bool:
     return len(ast.parse(path.read_text()).body) > 1  # more than a docstring
+
+
+def test_the_quick_rung_runs_in_several_processes():
+    """It refuses processes that tests start, and not those that it is shared by."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "quick", "-n", "2", "-p", "no:cacheprovider"]
+    tests = ["tests/offload/test_share.py", "tests/offload/test_balance.py"]
+    ran = subprocess.run([*command, *tests], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0 and re.search(r"\d+ passed", ran.stdout), ran.stdout + ran.stderr

@@ -97,13 +97,13 @@ class InnerHooks:
 
 
 def inner_hooks_of(inner: torch.optim.Optimizer) -> InnerHooks | None:
-    """The charge over an optimizer, if its state is in host memory."""
+    """The hooks on an optimizer whose state is in host memory; None on any other."""
     owners = (getattr(hook, "__self__", None) for hook in inner._optimizer_step_pre_hooks.values())
     return next((owner for owner in owners if isinstance(owner, InnerHooks)), None)
 
 
 def hooks_of_others(inner: torch.optim.Optimizer) -> dict[str, OrderedDict]:
-    """The optimizer's hooks as they are without a charge, for a twin of it."""
+    """The optimizer's hooks but for those of its CPUOffloadOptimizer, for a twin of it."""
     return {
         name: OrderedDict(
             (key, hook)
