@@ -25,6 +25,15 @@ def test_a_third_party_has_to_say_that_it_is_elementwise():
         CPUOffloadOptimizer(torch.optim.LBFGS(make_params()), per_parameter=True)
 
 
+@pytest.mark.parametrize("value", [0, 1, "yes", torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize("make", [SignDescent, torch.optim.SGD])
+def test_per_parameter_is_true_false_or_not_said(make, value):
+    """0 is not False: an optimizer would be stepped some parameters at a time that must not be."""
+    for name in ("per_parameter", "elementwise"):
+        with pytest.raises(TypeError, match=r"per_parameter: .* is not valid; give True, False or None"):
+            CPUOffloadOptimizer(make(make_params()), **{name: value})
+
+
 def test_the_old_name_of_per_parameter_is_taken():
     for said, wanted in ((True, CHUNK), (False, None)):
         old = CPUOffloadOptimizer(SignDescent(make_params()), wanted, elementwise=said)

@@ -44,6 +44,8 @@ def check_optimizer(optimizer: Any, step_chunk_bytes: int | None, per_parameter:
         raise TypeError(f"step_chunk_bytes: {step_chunk_bytes!r} is not a number of bytes")
     if step_chunk_bytes is not None and step_chunk_bytes < 1:
         raise ValueError(f"step_chunk_bytes: {step_chunk_bytes} is not valid; give a positive number of bytes, or None")
+    if per_parameter is not None and not isinstance(per_parameter, bool):
+        raise TypeError(f"per_parameter: {per_parameter!r} is not valid; give True, False or None")
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("LBFGS evaluates its closure in the middle of a step; its state cannot be offloaded")

@@ -87,6 +87,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             live tensors, for synchronous saves where host memory is short.
 
     Raises:
+        TypeError: a step_chunk_bytes or a per_parameter of another type; both names of per_parameter.
         ValueError: capturable or differentiable groups, LBFGS, an optimizer of which it is not known whether it is
             elementwise, a subclass of FusedAdam or an object whose own step would be left out, parameters on several
             devices, a share of the host that is out of range, or that or offload_gradients of another optimizer than
