@@ -7,7 +7,7 @@ nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,23 +19,46 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from statestream import kernels
 from statestream.adam.rounding import Rounding
 from statestream.arguments import PARAM_DTYPES, check_grad_dtype, check_param
-from statestream.kernels import Formats
+from statestream.kernels import AdamOptions, Formats
 from statestream.kernels.abi import scale_address
 from statestream.kernels.rows import add_rows, runs_for
 from statestream.state.factory import StateFactory
 from statestream.state.state_format import MASTER, MOMENTS, STEP
 from statestream.state.stored import Stored
-from statestream.tensors.global_index import runs_of
+from statestream.tensors.global_index import Run, runs_of
 from statestream.tensors.local import is_dense, local_of, same_layout
 from statestream.tensors.quantized import is_quantized, requantize
 from statestream.tensors.sharding import redistribute_like
 from statestream.tensors.validate import check_has_data
 from statestream.tensors.write_tracker import WriteTracker
 
-__all__ = ["Call", "StepTable"]
+__all__ = ["Call", "Job", "StepTable"]
 
 
 KINDS = (*MOMENTS, MASTER)
+
+
+@dataclass(kw_only=True)
+class Job:
+    """What a step asks of one parameter, checked. Tensors are local."""
+
+    name: str
+    param: Tensor
+    local: Tensor
+    target: Tensor
+    """What a kernel updates: `local`, or the FP32 master of a quantised parameter."""
+    grad: Tensor
+    states: dict[str, Stored]
+    counter: Tensor
+    formats: Formats
+    stochastic: int
+    ordinal: int
+    """The parameter's number over all groups."""
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def needs_extras(self) -> bool:
+        return bool(self.stochastic) or self.formats.has_scales
 
 
 @dataclass
@@ -48,14 +71,48 @@ class Call:
     extras: array | None = None
     stochastic: int = 0
     counters: list[Tensor] = field(default_factory=list)
-    """Of parameters that are several rows each: to be advanced before the call, which then advances none."""
+    """Counters of parameters that are several rows each: advanced before the call, which then advances none."""
     params: list[Tensor] = field(default_factory=list)
     locals: list[Tensor] = field(default_factory=list)
-    """Of `params` the local tensors."""
-    keep: list[Tensor] = field(default_factory=list)
-    """Gradients copied into the parameter's layout, alive until the kernel has run."""
+    """The local tensors of `params`."""
+    keep: list[Any] = field(default_factory=list)
+    """What rows point into, alive until the kernel has run: gradients copied into the parameter's layout, say."""
     quantized: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Of `params` those in whose place a kernel updates their FP32 master, each with it."""
+
+    def add(self, job: Job, row: tuple[int, ...], scales: Sequence[int], first: int = 0) -> None:
+        """A row of the job's elements from `first` on, and the addresses of their first scales. An empty row is one of
+        tensors without data."""
+        if not row:
+            return
+        if not job.needs_extras:
+            self.rows.extend(row)
+            return
+        if self.extras is None:
+            self.extras = array("q")
+        add_rows(
+            self.rows,
+            self.extras,
+            row,
+            job.formats,
+            ordinal=job.ordinal,
+            first=first,
+            runs=job.runs,
+            scales=tuple(scales),
+        )
+
+    def run(self, options: AdamOptions, *, seed: int, **how: Any) -> None:
+        """Queues the kernel; `how` are further arguments of kernels.adam."""
+        kernels.adam(
+            self.device,
+            self.rows,
+            self.formats,
+            options,
+            extras=self.extras,
+            seed=seed,
+            stochastic=self.stochastic,
+            **how,
+        )
 
 
 class StepTable:
@@ -107,7 +164,10 @@ class StepTable:
             call = Call(g.device, g.formats, g.rows, extras, stochastic, params=g.params, locals=g.locals)
             calls[g.device, g.formats, False] = call
         for i in left:
-            self._add(calls, params[i], state, getattr(params[i], grad_name), name_of(i), first_ordinal + i)
+            name = name_of(i)
+            local = self.check(params[i], name)
+            grad = self.checked_grad(params[i], local, getattr(params[i], grad_name), name)
+            self._add(calls, self.job(params[i], local, grad, state[params[i]], name, first_ordinal + i))
         return list(calls.values())
 
     def check(self, param: Tensor, name: str) -> Tensor:
@@ -126,60 +186,52 @@ class StepTable:
             return False
         return True
 
-    def _add(
-        self,
-        calls: dict[Any, Call],
-        param: Tensor,
-        state: dict[Tensor, dict[str, Any]],
-        grad: Tensor,
-        name: str,
-        ordinal: int,
-    ) -> None:
-        local = self.check(param, name)
+    def job(self, param: Tensor, local: Tensor, grad: Tensor, state: dict[str, Any], name: str, ordinal: int) -> Job:
+        """What a step asks of a parameter whose local tensor and gradient are checked. Its state follows it."""
         if not is_quantized(local):
             check_has_data(local, name)
-        grad = self.checked_grad(param, local, grad, name)
-        tensors = state[param]
-        self.factory.follow(param, tensors)
-        stored = {key: self.factory.stored(param, key, tensors[key]) for key in KINDS if key in tensors}
-        for key, kept in stored.items():
-            check_has_data(kept.local, f"{key} of {name}")
-        exp_avg, exp_avg_sq = stored["exp_avg"].local, stored["exp_avg_sq"].local
-        master = stored[MASTER].local if MASTER in stored else None
+        self.factory.follow(param, state)
+        states = {key: self.factory.stored(param, key, state[key]) for key in KINDS if key in state}
+        codes = [kernels.state_format_of(states[key].local) if key in states else kernels.NONE for key in KINDS]
         target = local
         if is_quantized(local):
-            target, master = master, None
-        formats = Formats(
-            kernels.format_of(target),
-            kernels.format_of(grad),
-            kernels.state_format_of(exp_avg),
-            kernels.state_format_of(exp_avg_sq),
-            kernels.NONE if master is None else kernels.state_format_of(master),
+            target, codes[-1] = states[MASTER].local, kernels.NONE
+        formats = Formats(kernels.format_of(target), kernels.format_of(grad), *codes)
+        job = Job(
+            name=name,
+            param=param,
+            local=local,
+            target=target,
+            grad=grad,
+            states=states,
+            counter=state[STEP],
+            formats=formats,
+            stochastic=self.rounding.of(formats),
+            ordinal=ordinal,
         )
-        row = kernels.row(target, grad, exp_avg, exp_avg_sq, master, tensors[STEP])
-        stochastic = self.rounding.of(formats)
-        needs_extras = bool(stochastic) or formats.has_scales
-        runs = runs_for(formats, runs_of(param)) if needs_extras else ()
-        in_rows = needs_extras and len(runs) != 1
-        call = calls.setdefault((local.device, formats, in_rows), Call(local.device, formats, stochastic=stochastic))
+        if job.needs_extras:
+            job.runs = runs_for(formats, runs_of(param))
+        return job
+
+    def _add(self, calls: dict[Any, Call], job: Job) -> None:
+        for key, kept in job.states.items():
+            check_has_data(kept.local, f"{key} of {job.name}")
+        tensors = [kept.local for kept in job.states.values() if kept.local is not job.target]
+        exp_avg, exp_avg_sq, master = (*tensors, None) if len(tensors) == len(MOMENTS) else tensors
+        row = kernels.row(job.target, job.grad, exp_avg, exp_avg_sq, master, job.counter)
+        in_rows = job.needs_extras and len(job.runs) != 1
+        key = job.local.device, job.formats, in_rows
+        call = calls.setdefault(key, Call(job.local.device, job.formats, stochastic=job.stochastic))
         if call.locals is call.params:  # as gather leaves whole parameters
             call.locals = list(call.params)
-        call.params.append(param)
-        call.locals.append(local)
-        call.keep.append(grad)
-        if target is not local:
-            call.quantized.append((param, target))
+        call.params.append(job.param)
+        call.locals.append(job.local)
+        call.keep.append(job.grad)
+        if job.target is not job.local:
+            call.quantized.append((job.param, job.target))
         if in_rows:
-            call.counters.append(tensors[STEP])
-        if not row:  # tensors without data
-            return
-        if not needs_extras:
-            call.rows.extend(row)
-            return
-        if call.extras is None:
-            call.extras = array("q")
-        scales = tuple(_scale_address(stored.get(kind), local.numel()) for kind in KINDS)
-        add_rows(call.rows, call.extras, row, formats, ordinal=ordinal, first=0, runs=runs, scales=scales)
+            call.counters.append(job.counter)
+        call.add(job, row, [_scale_address(job.states.get(kind), job.local.numel()) for kind in KINDS])
 
     def refresh(self, call: Call, state: dict[Tensor, dict[str, Any]]) -> None:
         """Brings the call's masters back to parameters that were written since the last step."""

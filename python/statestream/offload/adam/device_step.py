@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,96 +10,51 @@ import torch
 from torch import Tensor
 
 from statestream import kernels
-from statestream.adam.step_table import Call
+from statestream.adam.step_table import Call, Job
 from statestream.formats import scale_count
 from statestream.kernels import AdamOptions, Formats
-from statestream.kernels.rows import add_rows
 from statestream.offload.adam.factory import STATES
+from statestream.state.state_format import MASTER
 from statestream.streaming.pipeline import Stage
 from statestream.streaming.plan import GRAIN_ELEMENTS, Piece
-from statestream.tensors.global_index import Run
 from statestream.tensors.local import flat, is_fake
 
-__all__ = ["AdamFlow", "Job", "Table"]
+__all__ = ["AdamFlow", "StreamedJob", "refresh_masters"]
+
+Refresh = tuple[Tensor, Tensor, Tensor | None]
+"""A weight, and its master and the master's scales, which take on the weight's value where they do not round to it."""
 
 
-@dataclass
-class Job:
-    """One parameter's update in this step."""
+@dataclass(kw_only=True)
+class StreamedJob(Job):
+    """One parameter's update in this step, and where its state lies in the arenas."""
 
-    name: str
-    param: Tensor
-    local: Tensor
-    grad: Tensor
-    counter: Tensor
-    formats: Formats
     options: AdamOptions
-    stochastic: int
     refresh: bool
+    """Whether the weight was written since the last step, so that its master has to follow it."""
     kinds: tuple[int, ...]
-    """Where its states, and then their scales, are among the bank's arenas; -1 for what it has not."""
-    ordinal: int
+    """The arenas of its states and then of their scales, as numbers in the bank; -1 for what it has not."""
     grad_kind: int = -1
-    """Where its gradient is among the bank's arenas, if it was offloaded."""
-    runs: tuple[Run, ...] = ()
+    """The arena of its gradient, if that was offloaded."""
     number: int = 0
-
-    @property
-    def needs_extras(self) -> bool:
-        return bool(self.stochastic) or self.formats.has_scales
 
     @property
     def reads_weight(self) -> bool:
         """Whether the update needs the weight as it was: a master that is there, and right, has it."""
         return self.refresh or not self.formats.has_master
 
-    @property
-    def master_kinds(self) -> tuple[int, int]:
-        """The kinds of its master and of the master's scales."""
-        return self.kinds[STATES.index("master_param")], self.kinds[-1]
-
     def span(self, piece: Piece) -> tuple[int, int]:
         """First element and number of elements of a piece."""
         begin = min(piece.first * GRAIN_ELEMENTS, self.local.numel())
         return begin, min(piece.last * GRAIN_ELEMENTS, self.local.numel()) - begin
 
-    def master(self, n: int, values: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Master and scales of a piece of `n` elements, out of the bytes that they begin."""
-        dtype = torch.float32 if scales is None else torch.float16
-        found = values[: n * dtype.itemsize].view(dtype)
-        return found, None if scales is None else scales[: scale_count(n) * 4].view(torch.float32)
-
-
-class Table:
-    """Rows of one kernel call, all of jobs like the first, and what the call is told of them."""
-
-    def __init__(self, first: Job, seed: int):
-        self.rows = array("q")
-        self.extras = array("q") if first.needs_extras else None
-        self.rounding = {"extras": self.extras, "seed": seed, "stochastic": first.stochastic}
-
-    def add(self, job: Job, begin: int, row: tuple[int, ...], scales: Sequence[int]) -> None:
-        """A row of the job's elements from `begin` on, and the addresses of their scales."""
-        if self.extras is None:
-            self.rows.extend(row)
-            return
-        add_rows(
-            self.rows,
-            self.extras,
-            row,
-            job.formats,
-            ordinal=job.ordinal,
-            first=begin,
-            runs=job.runs,
-            scales=tuple(scales),
-        )
-
 
 class AdamFlow:
-    """stream.Stepper for one step of FusedAdam."""
+    """A pipeline.Stepper: one step of FusedAdam."""
 
-    def __init__(self, owner: Any, layout: Any, jobs: dict[int, Job], grad_scale: float):
-        self.owner, self.device, self.layout, self.jobs, self.grad_scale = owner, owner.device, layout, jobs, grad_scale
+    def __init__(self, owner: Any, layout: Any, jobs: dict[int, StreamedJob], grad_scale: float):
+        self.owner, self.device, self.layout, self.jobs = owner, owner.device, layout, jobs
+        self.seed, self.grad_scale = owner.inner.rounding.seed, grad_scale
         # Counts that include this step. The counters themselves are advanced when the step is done.
         self.counts = torch.stack([job.counter for job in jobs.values()]).add_(1.0)
         self.launched: set[tuple[int, int]] = set()
@@ -136,9 +90,29 @@ class AdamFlow:
             calls.setdefault((id(job.options), job.formats), []).append(piece)
         return calls.values()
 
-    def table(self, pieces: list[Piece]) -> Table:
-        """For the rows of one call."""
-        return Table(self.jobs[pieces[0].unit], self.owner.inner.rounding.seed)
+    def call(self, device: torch.device, pieces: list[Piece]) -> Call:
+        """The kernel call for pieces of one of `calls`, without rows."""
+        first = self.jobs[pieces[0].unit]
+        return Call(device, first.formats, stochastic=first.stochastic)
+
+    def add(
+        self, call: Call, piece: Piece, weight: Tensor, grad: int, place: Callable[[int], tuple[Tensor, int]]
+    ) -> Refresh | None:
+        """Adds the piece's row: its weights, the address of its gradient, and by kind of state the memory that it lies
+        in and the offset there, in bytes. Returns what brings its master back to the weight before the call, where the
+        weight was written since the last step."""
+        job = self.jobs[piece.unit]
+        begin, n = job.span(piece)
+        places = [place(kind) if kind >= 0 else None for kind in job.kinds]
+        addresses = [0 if found is None else found[0].data_ptr() + found[1] for found in places]
+        counter = self.counts.data_ptr() + self.counts.element_size() * job.number
+        row = (n, weight.data_ptr(), grad, *addresses[: len(STATES)], counter, 0)
+        call.add(job, row, addresses[len(STATES) :], first=begin)
+        if not (job.refresh and n):
+            return None
+        dtype, (values, scales) = job.states[MASTER].local.dtype, (places[STATES.index(MASTER)], places[-1])
+        master = _bytes(values, n * dtype.itemsize).view(dtype)
+        return weight, master, None if scales is None else _bytes(scales, scale_count(n) * 4).view(torch.float32)
 
     def note(self, pieces: list[Piece]) -> None:
         """These were updated. The device's flow and the host's both tell, each on its thread."""
@@ -151,10 +125,6 @@ class AdamFlow:
         self.lost |= lost
         self.owner.torn.extend(self.jobs[unit].name for unit in sorted(lost))
 
-    def row(self, job: Job, n: int, weight: int, grad: int, places: Sequence[int]) -> tuple[int, ...]:
-        """A kernel's row, by addresses."""
-        return (n, weight, grad, *places, self.counts.data_ptr() + 4 * job.number, 0)
-
     # ---- on the device ----
 
     def _rest(self, stage: Stage) -> list[Piece]:
@@ -162,34 +132,32 @@ class AdamFlow:
 
     def _launch(self, stage: Stage, ring: Tensor, pieces: list[Piece]) -> None:
         for group in self.calls(pieces):
-            table, keep, first = self.table(group), [], self.jobs[group[0].unit]
+            call, refreshes = self.call(self.device.torch_device, group), []
             for piece in group:
-                self._add(table, stage, ring, piece, keep)
+                job = self.jobs[piece.unit]
+                if is_fake(job.local):
+                    continue
+                begin, n = job.span(piece)
+
+                def place(kind: int, piece: Piece = piece) -> tuple[Tensor, int]:
+                    return ring, self.layout.place(stage.chunk, piece, kind)
+
+                weight = flat(job.local)[begin : begin + n]
+                if job.grad_kind >= 0:
+                    grad = ring.data_ptr() + place(job.grad_kind)[1]
+                else:
+                    grad = job.grad.data_ptr() + begin * job.grad.element_size()
+                refreshes.append(self.add(call, piece, weight, grad, place))
+                call.keep += (weight, job.grad, self.counts)
             self.device.launch(
-                _update, self.device.torch_device, table, first.formats, first.options, self.grad_scale, keep
+                _update,
+                call,
+                self.jobs[group[0].unit].options,
+                self.owner.inner.rounding.seed,
+                self.grad_scale,
+                refreshes,
             )
             self.note(group)
-
-    def _add(self, table: Table, stage: Stage, ring: Tensor, piece: Piece, keep: list[Any]) -> None:
-        """A piece's addresses, and in `keep` what they point into (until the kernel has been launched)."""
-        job = self.jobs[piece.unit]
-        if is_fake(job.local):
-            return
-        begin, n = job.span(piece)
-        offsets = {kind: self.layout.place(stage.chunk, piece, kind) for kind in job.kinds if kind >= 0}
-        places = [ring.data_ptr() + offsets[kind] if kind >= 0 else 0 for kind in job.kinds]
-        weight = flat(job.local)[begin : begin + n]
-        refresh = None
-        if job.refresh and n:
-            values, scales = (ring[offsets[kind] :] if kind >= 0 else None for kind in job.master_kinds)
-            refresh = (weight, *job.master(n, values, scales))
-        keep.append((weight, job.grad, self.counts, refresh))
-        if job.grad_kind >= 0:
-            grad = ring.data_ptr() + self.layout.place(stage.chunk, piece, job.grad_kind)
-        else:
-            grad = job.grad.data_ptr() + begin * job.grad.element_size()
-        row = self.row(job, n, weight.data_ptr(), grad, places[: len(STATES)])
-        table.add(job, begin, row, places[len(STATES) :])
 
     def commit(self) -> None:
         """Counts the parameters that were updated, and says that they were written."""
@@ -215,11 +183,19 @@ class AdamFlow:
                 del uncounted  # its traceback holds this frame, which would hold it
 
 
-def _update(
-    device: torch.device, table: Table, formats: Formats, options: AdamOptions, grad_scale: float, keep: list[Any]
-) -> None:
-    for _, _, _, refresh in keep:
+def _update(call: Call, options: AdamOptions, seed: int, grad_scale: float, refreshes: list[Refresh | None]) -> None:
+    refresh_masters(refreshes)
+    call.run(options, seed=seed, grad_scale=grad_scale, advance=False)
+
+
+def refresh_masters(refreshes: Iterable[Refresh | None]) -> None:
+    """What AdamFlow.add returned, done."""
+    for refresh in refreshes:
         if refresh is not None:
             weight, master, scale = refresh
             kernels.refresh_master(weight, master, scale=scale)
-    kernels.adam(device, table.rows, formats, options, grad_scale=grad_scale, advance=False, **table.rounding)
+
+
+def _bytes(place: tuple[Tensor, int], nbytes: int) -> Tensor:
+    memory, at = place
+    return memory[at : at + nbytes]

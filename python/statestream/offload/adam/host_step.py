@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from statestream import kernels
-from statestream.offload.adam.factory import STATES
+from statestream.adam.step_table import Call
+from statestream.offload.adam.device_step import AdamFlow, Refresh, StreamedJob, refresh_masters
 from statestream.streaming.host_pipeline import Passage
 from statestream.streaming.plan import GRAIN_ELEMENTS, Piece
 from statestream.tensors.local import flat, is_fake
@@ -29,12 +28,12 @@ def grain_bytes(param: Tensor, offloaded: bool = False) -> int:
 
 
 class AdamOnHost:
-    """host_stream.HostStepper beside a flow on the device, with which it shares jobs and the note of what is done.
+    """A host_pipeline.HostStepper beside a flow on the device, with which it shares jobs and the note of what is done.
 
     `in_place`: the host reads gradients and writes weights where they are, and nothing is copied.
     """
 
-    def __init__(self, flow: Any, threads: int, in_place: bool):
+    def __init__(self, flow: AdamFlow, threads: int, in_place: bool):
         self.flow, self.threads, self.in_place = flow, threads, in_place
         self.done: set[tuple[int, int]] = set()
 
@@ -75,28 +74,24 @@ class AdamOnHost:
         return [(piece, at) for piece, at in chunk if piece in waiting]
 
     def _update(self, placed: Iterable[Placed], slot: Tensor | None) -> None:
-        offsets = dict(placed)
-        for pieces in self.flow.calls(offsets):
-            job, table = self.flow.jobs[pieces[0].unit], self.flow.table(pieces)
-            for piece in pieces:
-                self._add(table, piece, offsets[piece], slot)
-            kernels.adam(
-                torch.device("cpu"),
-                table.rows,
-                job.formats,
-                job.options,
-                grad_scale=self.flow.grad_scale,
+        flow, offsets = self.flow, dict(placed)
+        for pieces in flow.calls(offsets):
+            call = flow.call(torch.device("cpu"), pieces)
+            refresh_masters([self._add(call, piece, offsets[piece], slot) for piece in pieces])
+            call.run(
+                flow.jobs[pieces[0].unit].options,
+                seed=flow.seed,
+                grad_scale=flow.grad_scale,
                 advance=False,
                 threads=self.threads,
-                **table.rounding,
             )
             self.done.update([(p.unit, p.first) for p in pieces])
-            self.flow.note(pieces)
+            flow.note(pieces)
 
-    def _add(self, table: Any, piece: Piece, at: int, slot: Tensor | None) -> None:
+    def _add(self, call: Call, piece: Piece, at: int, slot: Tensor | None) -> Refresh | None:
         job = self.flow.jobs[piece.unit]
         if is_fake(job.local):
-            return
+            return None
         begin, n = job.span(piece)
         if self.in_place:
             weight = flat(job.local)[begin : begin + n]
@@ -107,17 +102,12 @@ class AdamOnHost:
         else:
             grad = _in_slot(slot, at, n, job.grad)
         bank = self.flow.layout.banks[self.flow.layout.units[piece.unit].bank]
-        states = {kind: bank.arenas[kind].block[bank.start(kind, piece) :] for kind in job.kinds if kind >= 0}
-        if job.refresh and n:
-            values, scales = (states.get(kind) for kind in job.master_kinds)
-            master, scale = job.master(n, values, scales)
-            kernels.refresh_master(weight, master, scale=scale)
-        places = [states[kind].data_ptr() if kind >= 0 else 0 for kind in job.kinds]
-        row = self.flow.row(job, n, weight.data_ptr(), grad.data_ptr(), places[: len(STATES)])
-        table.add(job, begin, row, places[len(STATES) :])
+        return self.flow.add(
+            call, piece, weight, grad.data_ptr(), lambda kind: (bank.arenas[kind].block, bank.start(kind, piece))
+        )
 
 
-def _weights(job: Any, piece: Piece, at: int) -> int:
+def _weights(job: StreamedJob, piece: Piece, at: int) -> int:
     """Where the weights of a piece begin in the slot."""
     return at if job.grad_kind >= 0 else at + _GRAD_BYTES * (piece.last - piece.first)
 

@@ -13,14 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream import kernels
 from statestream.adam.fused_adam import FusedAdam
 from statestream.adam.grad_scaling import StepNumbers
-from statestream.adam.step_table import StepTable
 from statestream.formats import scale_count
-from statestream.kernels import AdamOptions, Formats
-from statestream.kernels.rows import runs_for
-from statestream.offload.adam.device_step import AdamFlow, Job
+from statestream.kernels import AdamOptions
+from statestream.offload.adam.device_step import AdamFlow, StreamedJob
 from statestream.offload.adam.factory import STATES, HostStateFactory, scales_of
 from statestream.offload.adam.host_share import HostSide
 from statestream.offload.gradients.accumulate import GRAD_BYTES, OffloadedGradients
@@ -33,7 +30,6 @@ from statestream.state.state_format import MASTER, STEP
 from statestream.state.stored import SCALED, Stored
 from statestream.streaming import pipeline
 from statestream.streaming.plan import GRAIN_ELEMENTS, Unit
-from statestream.tensors.global_index import runs_of
 from statestream.tensors.local import local_of
 from statestream.tensors.sharding import as_dtensor_like
 
@@ -265,7 +261,7 @@ class AdamStrategy(Strategy):
         for group in self.inner.param_groups:
             group[STEP] += 1
 
-    def _jobs(self, options_of_groups: Sequence[AdamOptions]) -> dict[int, Job]:
+    def _jobs(self, options_of_groups: Sequence[AdamOptions]) -> dict[int, StreamedJob]:
         """Work by unit of the plan."""
         inner, table = self.inner, self.inner.step_table
         inner.check_whole()
@@ -281,13 +277,13 @@ class AdamStrategy(Strategy):
                 table.check(param, names[id(param)])
             self.wait()
             self.reserve(new)
-        found: dict[int, Job] = {}  # by id first: a state that follows its parameter renumbers the units
+        found: dict[int, StreamedJob] = {}  # by id first: a state that follows its parameter renumbers the units
         ordinal = -1
         for group, options in zip(inner.param_groups, options_of_groups, strict=True):
             for param in group["params"]:
                 ordinal += 1
                 if id(param) not in found and self._has_grad(param):
-                    found[id(param)] = self._job(table, names[id(param)], param, options, ordinal)
+                    found[id(param)] = self._job(param, options, names[id(param)], ordinal)
         for number, job in enumerate(found.values()):
             job.number = number
             if self.gradients is not None:  # now that no state moves any more
@@ -299,40 +295,22 @@ class AdamStrategy(Strategy):
             return self.gradients.has(param)
         return getattr(param, self.inner._grad_name, None) is not None
 
-    def _grad(self, table: StepTable, name: str, param: Tensor, local: Tensor) -> Tensor:
-        """The local gradient, checked."""
+    def _job(self, param: Tensor, options: AdamOptions, name: str, ordinal: int) -> StreamedJob:
+        inner, table = self.inner, self.inner.step_table
+        local = table.check(param, name)
         if self.gradients is not None:
             self.gradients.check(param, name)
-            return self.gradients.sum_of(param)
-        return table.checked_grad(param, local, getattr(param, self.inner._grad_name), name)
-
-    def _job(self, table: StepTable, name: str, param: Tensor, options: AdamOptions, ordinal: int) -> Job:
-        local = table.check(param, name)
-        grad = self._grad(table, name, param, local)
-        state = self.inner.state[param]
-        self.inner.state_factory.follow(param, state)
-        tensors = {kind: local_of(state[kind]) for kind in STATES if kind in state}
-        codes = [kernels.state_format_of(tensors[kind]) if kind in tensors else kernels.NONE for kind in STATES]
-        formats = Formats(kernels.format_of(local), kernels.format_of(grad), *codes)
-        has_master = formats.has_master
-        kinds = [self.kinds.index(kind) if kind in tensors else -1 for kind in STATES]
-        for kind in STATES:
-            scaled = kind in tensors and tensors[kind].dtype in SCALED
-            kinds.append(self.kinds.index(scales_of(kind)) if scaled else -1)
-        job = Job(
-            name,
-            param,
-            local,
-            grad,
-            state[STEP],
-            formats,
-            options,
-            stochastic=table.rounding.of(formats),
-            refresh=has_master and bool(table.watch.written([param], [local])),
+            grad = self.gradients.sum_of(param)
+        else:
+            grad = table.checked_grad(param, local, getattr(param, inner._grad_name), name)
+        job = table.job(param, local, grad, inner.state[param], name, ordinal)
+        kinds = [self.kinds.index(kind) if kind in job.states else -1 for kind in STATES]
+        scaled = [kind in job.states and job.states[kind].scale is not None for kind in STATES]
+        kinds += [self.kinds.index(scales_of(k)) if has else -1 for k, has in zip(STATES, scaled, strict=True)]
+        return StreamedJob(
+            **vars(job),
+            options=options,
+            refresh=job.formats.has_master and bool(table.watch.written([param], [local])),
             kinds=tuple(kinds),
             grad_kind=-1 if self.gradients is None else self.kinds.index(GRADS),
-            ordinal=ordinal,
         )
-        if job.needs_extras:
-            job.runs = runs_for(formats, runs_of(param))
-        return job
