@@ -21,6 +21,7 @@ __all__ = [
     "check_grad_dtype",
     "check_group_options",
     "check_param",
+    "name_in",
     "names_of",
 ]
 
@@ -153,11 +154,16 @@ def _join(dtypes: tuple[torch.dtype, ...]) -> str:
     return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
 
 
+def name_in(group: dict[str, Any], number: int, i: int) -> str:
+    """What errors call parameter `i` of that group, the optimizer's group `number`."""
+    names = group.get("param_names")
+    return f"'{names[i]}'" if names else f"parameter {i} of group {number}"
+
+
 def names_of(groups: Sequence[dict[str, Any]]) -> dict[int, str]:
     """What errors call each parameter of an optimizer's groups, by id."""
     found: dict[int, str] = {}
     for number, group in enumerate(groups):
-        names = group.get("param_names")
         for i, param in enumerate(group["params"]):
-            found.setdefault(id(param), f"'{names[i]}'" if names else f"parameter {i} of group {number}")
+            found.setdefault(id(param), name_in(group, number, i))
     return found

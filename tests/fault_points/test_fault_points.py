@@ -14,7 +14,7 @@ from helpers.bits import differences, snapshot
 from helpers.modes import BF16, FP8, FP16, FP32, Mode
 from helpers.training import build, gradient, make_params, train
 from statestream import CPUOffloadOptimizer, FusedAdam, kernels
-from statestream.adam import step_table
+from statestream.adam import state_backend
 from statestream.tensors.global_index import Run, runs_of
 
 from .points import Injected, Points, chain_of, live_bytes, points
@@ -246,7 +246,7 @@ def test_an_error_at_every_point_of_a_step_of_shards_that_are_several_runs(monke
     monkeypatch.setitem(FORMS, "several runs", Mode(BF16, BF16, BF16, None, stochastic=True))
     undivided = _Run(CASES["step"], "several runs")
     undivided.work()
-    monkeypatch.setattr(step_table, "runs_of", halves)
+    monkeypatch.setattr(state_backend, "runs_of", halves)
     monkeypatch.setattr(kernels, "_EXCHANGE", None)  # as DTensors under random rounding are read one by one
     divided = _Run(CASES["step"], "several runs")
     with points() as passed:

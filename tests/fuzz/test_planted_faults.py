@@ -25,7 +25,7 @@ FAULTS = {
     "a loaded master is not compared with the weight": (
         "adam.fused_adam",
         "FusedAdam._load_param",
-        "self._table.watch.forget(load.param)",
+        "self._backend.write_tracker.forget(load.param)",
         "pass",
     ),
     "gradient scale is forgotten": (
@@ -83,8 +83,8 @@ FAULTS = {
         "",
     ),
     "the host's state does not follow": (
-        "offload.adam.factory",
-        "HostStateFactory.follow",
+        "offload.adam.streamed_state",
+        "StreamedState.follow",
         "if fits and",
         "if fits or",
     ),

@@ -43,7 +43,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _scales(optimizer: torch.optim.Optimizer, param: Tensor) -> dict[str, Tensor]:
     optimizer = getattr(optimizer, "inner", optimizer)
-    return optimizer.state_factory.scales.get(param, {}) if isinstance(optimizer, FusedAdam) else {}
+    return optimizer.backend.scales.get(param, {}) if isinstance(optimizer, FusedAdam) else {}
 
 
 def differences(a: dict[str, Any], b: dict[str, Any], *, ignoring: tuple[str, ...] = ()) -> list[str]:

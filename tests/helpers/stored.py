@@ -16,7 +16,7 @@ def scale_of_each(optimizer: torch.optim.Optimizer, param: Tensor, name: str) ->
     state = optimizer.state[param][name]
     if state.dtype not in (FP16, FP8):
         return None
-    scales = getattr(optimizer, "inner", optimizer).state_factory.scales[param][name]
+    scales = getattr(optimizer, "inner", optimizer).backend.scales[param][name]
     assert scales.dtype is torch.float32 and scales.numel() == -(-state.numel() // BLOCK)
     in_memory = scales.repeat_interleave(BLOCK)[: state.numel()]
     return (

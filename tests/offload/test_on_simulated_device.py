@@ -149,7 +149,7 @@ SCALES = " scales"
 
 def scales_of(optimizer):
     inner = getattr(optimizer, "inner", optimizer)
-    return inner.state_factory.scales if isinstance(inner, FusedAdam) else {}
+    return inner.backend.scales if isinstance(inner, FusedAdam) else {}
 
 
 def stepped(case, before, step):

@@ -233,10 +233,10 @@ def test_neither_seed_nor_scales_are_in_a_state_dict():
 
 
 def test_control_a_wrong_index_is_seen(monkeypatch):
-    from statestream.adam import step_table
+    from statestream.adam import state_backend
     from statestream.tensors.global_index import WHOLE, Run
 
-    monkeypatch.setattr(step_table, "runs_of", lambda param: (Run(0, param.numel(), WHOLE),))
+    monkeypatch.setattr(state_backend, "runs_of", lambda param: (Run(0, param.numel(), WHOLE),))
     with pytest.raises(AssertionError):
         test_an_elements_bits_are_those_of_its_index_wherever_it_lies_in_memory("transposed")
 

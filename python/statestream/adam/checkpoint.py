@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream.adam.step_table import StepTable
+from statestream.adam.state_backend import StateBackend
 from statestream.arguments import names_of
 from statestream.checkpoint.export import export_on_device, export_to_host, taken_by_export
 from statestream.checkpoint.hooks import call_hooks, through_hooks
@@ -28,7 +28,6 @@ from statestream.checkpoint.state_dict import (
 from statestream.checkpoint.transfer import Loader
 from statestream.device.capture import refuse_capture
 from statestream.interrupts import interrupts_held
-from statestream.state.factory import StateFactory
 from statestream.state.format_version import number_of
 from statestream.state.lazy_state import LazyState
 from statestream.state.state_format import MASTER, STEP, StateFormat
@@ -51,15 +50,14 @@ class Checkpointing:
     state_dict_cpu_offload: bool
     export_staging_bytes: int
     _params: Callable[[], Iterable[Tensor]]
-    _factory: StateFactory
-    _table: StepTable
+    _backend: StateBackend
 
     _exported: tuple[int | None, int | None] = (None, None)
     """Device and host bytes that the last export took."""
     _half_loaded = False
     _lent: dict[int, tuple[weakref.ref[Tensor], int | None]] | None = None
     """By storage the live tensors in the last state dict, and how often autograd had seen each written then, which
-    counts no kernel's writes. A step whose copies it does count sets None."""
+    counts no kernel's writes. It does count the stores of a streamed step, which sets None."""
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -78,7 +76,7 @@ class Checkpointing:
 
     @property
     def _exports_to_host(self) -> bool:
-        return self._factory.exports_to_host(self.state_dict_cpu_offload)
+        return self._backend.exports_to_host(self.state_dict_cpu_offload)
 
     def _export(self) -> dict[str, Any]:
         self.check_whole()
@@ -95,7 +93,7 @@ class Checkpointing:
         number = number_of(self.state_format.masters(others=bool(masters - {torch.int16})))
         for group in groups:
             group["format_version"] = number
-        stored = self._as_stepped(kept, [self._factory.all_stored(param, self.state[param]) for param in kept])
+        stored = self._as_stepped(kept, [self._backend.all_stored(param, self.state[param]) for param in kept])
         if to_host:
             exported, staging = export_to_host(stored, self.export_staging_bytes)
         else:
@@ -116,7 +114,7 @@ class Checkpointing:
         to parameters that were written. Remainders are joined with whatever weight is there."""
         owners = {id(p): state for p, state in zip(params, states, strict=True) if _has_master(state)}
         members = [param for param in params if id(param) in owners]
-        for param, local in self._table.watch.written(members, [local_of(param) for param in members]):
+        for param, local in self._backend.write_tracker.written(members, [local_of(param) for param in members]):
             if local.device.type != "meta" and is_dense(local):  # no step takes another
                 state = owners[id(param)]
                 state[MASTER] = replace(state[MASTER], written=local)
@@ -128,11 +126,11 @@ class Checkpointing:
         members = {id(p) for p in self._params()}
         for key in [k for k in self.state if isinstance(k, Tensor) and id(k) not in members]:
             del self.state[key]
-            self._factory.forget(key)
-            self._table.watch.forget(key)
+            self._backend.forget(key)
+            self._backend.write_tracker.forget(key)
         for param in self._params():
-            if param in self.state or (param.requires_grad and self._table.takes(param)):
-                self._factory.follow(param, self.state[param])
+            if param in self.state or (param.requires_grad and self._backend.takes(param)):
+                self._backend.follow(param, self.state[param])
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -187,7 +185,7 @@ class Checkpointing:
             update_group(group, loaded)
         self._lend(live for reference, _ in (self._lent or {}).values() if (live := reference()) is not None)
         self._half_loaded = False
-        self._factory.torn.clear()
+        self._backend.torn.clear()
 
     def _was_written(self, state_dict: dict[str, Any]) -> bool:
         """Whether the dict is made of live tensors, and somebody has written some of them."""
@@ -204,15 +202,15 @@ class Checkpointing:
             raise RuntimeError(
                 "an earlier load_state_dict ended in an error after it had begun to write; load a checkpoint again"
             )
-        self._factory.check_whole()
+        self._backend.check_whole()
 
     def _copies_of(self, load: ParamLoad) -> list[tuple[Tensor, Stored]]:
         """What is to be copied where, into state that is there, and in its form."""
         if load.values is None:
             return []
         state = self.state[load.param]
-        self._factory.follow(load.param, state)
-        return [(values, self._factory.stored(load.param, name, state[name])) for name, values in load.values.items()]
+        self._backend.follow(load.param, state)
+        return [(values, self._backend.stored(load.param, name, state[name])) for name, values in load.values.items()]
 
     def _others_of(self, load: ParamLoad) -> dict[str, Any]:
         """A user's own values, as they will be kept."""
@@ -220,16 +218,16 @@ class Checkpointing:
 
     def _load_param(self, load: ParamLoad, other: dict[str, Any]) -> None:
         """All but the copies."""
-        self._table.watch.forget(load.param)
+        self._backend.write_tracker.forget(load.param)
         if load.values is None:
             self.state.pop(load.param, None)
-            self._factory.forget(load.param)
+            self._backend.forget(load.param)
             return
         state = self.state[load.param]
         state[STEP].fill_(load.step)
         state.update(other)
         if MASTER in state and MASTER not in load.values:
-            self._factory.reset_master(load.param, state)
+            self._backend.reset_master(load.param, state)
 
     @torch.no_grad()
     def get_unscaled_state(self, param: Tensor, state_name: str, skip_unscale: bool = False) -> Tensor:
@@ -264,7 +262,7 @@ class Checkpointing:
         with Loader(self.export_staging_bytes) as loader:
             loader.copy(values, state)
         if state_name == MASTER:
-            self._table.watch.remember([param], [local_of(param)])
+            self._backend.write_tracker.remember([param], [local_of(param)])
 
     def _state_named(self, param: Tensor, name: str) -> Stored:
         self._check_can_have_state(param)
@@ -272,12 +270,12 @@ class Checkpointing:
         if name not in kinds:
             has = ", ".join(sorted(kinds))
             raise ValueError(f"state_name: {name!r} is not a state of this parameter; it has {has}")
-        self._factory.follow(param, state)
-        return self._factory.stored(param, name, state[name])
+        self._backend.follow(param, state)
+        return self._backend.stored(param, name, state[name])
 
     def _check_can_have_state(self, param: Tensor) -> None:
-        if not self._table.takes(param):
-            self._table.check(param, names_of(self.param_groups).get(id(param), "parameter"))  # says why
+        if not self._backend.takes(param):
+            self._backend.check(param, names_of(self.param_groups).get(id(param), "parameter"))  # says why
 
 
 def _has_master(state: dict[str, Any]) -> bool:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from statestream import kernels
 from statestream.adam.checkpoint import Checkpointing
 from statestream.adam.grad_scaling import (
-    count_on_device,
     device_of_scalar,
-    device_scalars,
     needs_scaled_gradients,
     numbers_of,
     scaling_of,
@@ -23,7 +20,7 @@ from statestream.adam.grad_scaling import (
 )
 from statestream.adam.gradient_hooks import GradientHooks
 from statestream.adam.rounding import Rounding
-from statestream.adam.step_table import Call, StepTable
+from statestream.adam.state_backend import ResidentState, StateBackend
 from statestream.arguments import (
     as_bytes,
     as_dtype,
@@ -36,7 +33,6 @@ from statestream.device.capture import check_settings_on_device, is_capturing, r
 from statestream.formats import Role
 from statestream.interrupts import interrupts_held
 from statestream.memory import MemoryReport, report_of
-from statestream.state.factory import StateFactory
 from statestream.state.format_version import number_of
 from statestream.state.lazy_state import LazyState, peek
 from statestream.state.state_format import MASTER, STEP, StateFormat
@@ -99,7 +95,6 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     ``state_dict()`` holds moments and masters as float32, remainders as int16, and no scales.
     """
 
-    _stepped = False
     _hooks: GradientHooks | None = None
 
     def __init__(
@@ -182,7 +177,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         }
         check_group_options(defaults)
         self._members: set[int] = set()
-        self.keep_state_with(StateFactory(self.state_format))
+        self.keep_state_with(ResidentState(self.state_format, self.rounding))
         super().__init__(params, defaults)
         self.state = LazyState(self._make_state)
         self._hooks = GradientHooks(self)
@@ -191,19 +186,13 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     # ---- parameters and their state ----
 
     @property
-    def state_factory(self) -> StateFactory:
-        """Where state is made and kept, how it follows its parameter, and how it is exported."""
-        return self._factory
+    def backend(self) -> StateBackend:
+        """Where the state lives, how it follows its parameter, what an export of it is, and how a step runs."""
+        return self._backend
 
-    @property
-    def step_table(self) -> StepTable:
-        """What a step asks of the kernels."""
-        return self._table
-
-    def keep_state_with(self, factory: StateFactory, step_table: StepTable | None = None) -> None:
-        """From here on this factory makes and keeps the state. State that is there is left to the caller."""
-        self._factory = factory
-        self._table = StepTable(factory, self.rounding) if step_table is None else step_table
+    def keep_state_with(self, backend: StateBackend) -> None:
+        """From here on `backend` makes, keeps and steps the state. State that is there is left to the caller."""
+        self._backend = backend
 
     @torch._disable_dynamo
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -226,7 +215,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
 
     def _take_over(self, groups: list[dict[str, Any]]) -> None:
         """Their gradients, from an optimizer that offloads them. A CPUOffloadOptimizer over this one does it itself."""
-        if self._hooks is not None and not self._factory.offloaded:
+        if self._hooks is not None and not self._backend.offloaded:
             params = chain.from_iterable(group["params"] for group in groups)
             self._hooks.take_over(params, lambda: names_of(self.param_groups))
 
@@ -247,7 +236,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             if id(param) not in self._members:
                 return None
         with torch.no_grad():
-            return self._factory.make(param) if self._table.takes(param) else {}
+            return self._backend.make(param) if self._backend.takes(param) else {}
 
     def _params(self) -> Iterable[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
@@ -275,7 +264,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with interrupts_held():
-            self._update(scaler)
+            self.update(*scaling_of(self, scaler))
         return loss
 
     def _check_captured(self) -> None:
@@ -286,49 +275,25 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             )
         check_settings_on_device(self.param_groups)
 
-    def _update(self, scaler: Any) -> None:
+    def update(self, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+        """What `step()` does between its hooks. Gradients are divided by `grad_scale`; nothing happens where
+        `found_inf` is not zero."""
         self.check_whole()
-        grad_scale, found_inf = scaling_of(self, scaler)
         numbers = numbers_of(self.param_groups, grad_scale=grad_scale, found_inf=found_inf, capturable=self.capturable)
         if numbers.skipped:
             return
-        before = accumulate((len(group["params"]) for group in self.param_groups), initial=0)
-        plan = [
-            (group, options, self._calls(i, first))
-            for i, (group, options, first) in enumerate(zip(self.param_groups, numbers.options, before, strict=False))
-        ]
-        if self._hooks is not None and not any(calls for _, _, calls in plan):
-            self._hooks.check(self._params(), lambda: names_of(self.param_groups))
-        read_there = [
-            device_scalars(group, {call.device for call in calls}, grad_scale, found_inf) if self.capturable else {}
-            for group, _, calls in plan
-        ]
-        for (group, options, calls), on in zip(plan, read_there, strict=True):
-            for call in calls:
-                scalars = on.get(call.device)
-                self._table.refresh(call, self.state)
-                with self._table.advanced(call, None if scalars is None else scalars.found_inf):
-                    kernels.adam(
-                        call.device,
-                        call.rows,
-                        call.formats,
-                        options,
-                        grad_scale=numbers.grad_scale,
-                        advance=not call.counters,
-                        scalars=scalars,
-                        extras=call.extras,
-                        seed=self.rounding.seed,
-                        stochastic=call.stochastic,
-                    )
-                self._table.updated(call)
-            if self.capturable:
-                count_on_device(group, found_inf)
-            else:
-                group[STEP] += 1
+        if self._backend.offloaded:
+            self._lent = None  # autograd counts its stores as writes
+        self._backend.step(self, numbers)
         if grad_scale is not None:
-            unscale_gradients(self._params(), self._grad_name, grad_scale, found_inf if self.capturable else None)
-        self._stepped = True
+            with self._backend.computing():
+                unscale_gradients(self._params(), self.grad_name, grad_scale, found_inf if self.capturable else None)
         self._forget_replaced()
+
+    def check_gradients(self) -> None:
+        """RuntimeError where gradients of some parameters go to another optimizer."""
+        if self._hooks is not None:
+            self._hooks.check(self._params(), lambda: names_of(self.param_groups))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -345,29 +310,21 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         self._amp_scaling = bool(value)
 
     @property
-    def _grad_name(self) -> str:
+    def grad_name(self) -> str:
+        """The attribute of a parameter that holds its gradient."""
         return "decoupled_grad" if self.use_decoupled_grad else "grad"
 
     def _forget_replaced(self) -> None:
         """Holds no parameters any more that were replaced in their groups, and their state taken out, by hand."""
-        scales, watch = self._factory.scales, self._table.watch
+        scales, watch = self._backend.scales, self._backend.write_tracker
         if len(scales) > len(self.state):
             for param in [param for param in scales if peek(self.state, param) is None]:
-                self._factory.forget(param)
+                self._backend.forget(param)
         if watch.count > sum(len(group["params"]) for group in self.param_groups):
             members = {id(param) for param in self._params()}
             for param in watch.params():
                 if id(param) not in members:
                     watch.forget(param)
-
-    def _calls(self, number: int, first_ordinal: int) -> list[Call]:
-        group = self.param_groups[number]
-        names = group.get("param_names")
-
-        def name_of(i: int) -> str:
-            return f"'{names[i]}'" if names else f"parameter {i} of group {number}"
-
-        return self._table.calls(group["params"], self.state, self._grad_name, name_of, first_ordinal)
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -399,15 +356,15 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
             state = peek(self.state, param)
             if state is None or MASTER not in state:
                 continue
-            self._factory.follow(param, state)
+            self._backend.follow(param, state)
             if MASTER in state and state[MASTER].dtype is not torch.int16:
                 local = local_of(param)
                 if is_dense(local):  # no step takes another
-                    self._factory.stored(param, MASTER, state[MASTER]).refresh(local)
+                    self._backend.stored(param, MASTER, state[MASTER]).refresh(local)
                     params.append(param)
                     locals.append(local)
         with interrupts_held():
-            self._table.watch.remember(params, locals)
+            self._backend.write_tracker.remember(params, locals)
 
     # ---- memory ----
 
@@ -417,9 +374,9 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         is not counted, nor made. A step here takes no device memory of its own."""
         return report_of(
             self._params(),
-            {param: self._factory.with_scales(param, peek(self.state, param)) for param in self._params()},
-            self._grad_name,
-            step_device=0 if self._stepped else None,
+            {param: self._backend.with_scales(param, peek(self.state, param)) for param in self._params()},
+            self.grad_name,
+            step_device=self._backend.step_bytes,
             exported=self._exported,
         )
 
@@ -427,11 +384,12 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.check_whole()
-        if self._factory.offloaded:  # as a CPUOffloadOptimizer over it is copied: its state alone, without the arenas
-            return self._factory.ranges.detached().__getstate__()
+        detached = self._backend.detached(self)
+        if detached is not self:
+            return detached.__getstate__()
         # torch's own keeps only defaults, state and groups. A method set on the object, as a scheduler
         # wraps step(), is bound to this one: a copy would step the original.
-        hidden = ("_table", "_members", "_lent", "_hooks")
+        hidden = ("_members", "_lent", "_hooks")
         return {
             key: value
             for key, value in self.__dict__.items()
@@ -441,7 +399,6 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._members = set()
-        self._table = StepTable(self._factory, self.rounding)
         self._hooks = GradientHooks(self)
         if isinstance(self.state, LazyState):
             self.state.make = self._make_state

@@ -23,6 +23,7 @@ __all__ = [
     "count_on_device",
     "device_of_scalar",
     "device_scalars",
+    "is_skipped",
     "needs_scaled_gradients",
     "numbers_of",
     "scaling_of",
@@ -66,6 +67,8 @@ class StepNumbers:
     grad_scale: float
     options: list[AdamOptions]
     """Of each group."""
+    scaling: tuple[Tensor | None, Tensor | None]
+    """grad_scale and found_inf as they came. A capturable step reads them on the device."""
 
 
 def numbers_of(
@@ -93,7 +96,12 @@ def numbers_of(
         )
         for i, group in enumerate(groups)
     ]
-    return StepNumbers(bool(skip), scale, options)
+    return StepNumbers(bool(skip), scale, options, (grad_scale, found_inf))
+
+
+def is_skipped(found_inf: float | Tensor | None) -> bool:
+    """Whether the step of another optimizer is to be skipped. It reads its settings, and grad_scale, itself."""
+    return numbers_of([], grad_scale=None, found_inf=found_inf).skipped
 
 
 def unscale_gradients(

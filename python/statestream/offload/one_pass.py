@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from statestream.adam.grad_scaling import StepNumbers
+from statestream.adam.grad_scaling import is_skipped
 from statestream.offload.host.store import compact_copy
 from statestream.offload.per_parameter.infer_state import check_plain, is_host_scalar, unhooked_step
 from statestream.offload.per_parameter.subset import Subset
@@ -56,7 +56,9 @@ class OnePassStrategy(Strategy):
     def device_bytes(self) -> int:
         return self.host_bytes
 
-    def step(self, numbers: StepNumbers) -> None:
+    def update(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        if is_skipped(found_inf):
+            return
         inner = self.inner
         params = list({id(p): p for p in self.params() if p.grad is not None}.values())
         if not params:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from statestream.adam.fused_adam import FusedAdam
-from statestream.adam.grad_scaling import numbers_of, scaling_of, unscale_gradients
+from statestream.adam.grad_scaling import scaling_of
 from statestream.checkpoint.hooks import call_hooks, through_hooks
 from statestream.device.capture import refuse_capture
 from statestream.device.queues import device_for
@@ -387,21 +387,12 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         else:
             grad_scale, found_inf = handed.get("grad_scale"), handed.get("found_inf")
         self.strategy.step_bytes = 0
-        ours = isinstance(self.inner, FusedAdam)  # other optimizers read their settings, and grad_scale, themselves
-        numbers = numbers_of(
-            self.param_groups if ours else [], grad_scale=grad_scale if ours else None, found_inf=found_inf
-        )
-        if numbers.skipped:
-            return
         missing = object()
         before = {k: self.inner.__dict__.get(k, missing) for k in handed}
         try:
             with interrupts_held(), self.strategy.inner_hooks.lent():
                 self.inner.__dict__.update(handed)
-                self.strategy.step(numbers)
-                if grad_scale is not None and ours:
-                    with self.strategy.device.computing():
-                        unscale_gradients(self.strategy.params(), self.inner._grad_name, grad_scale)
+                self.strategy.update(grad_scale, found_inf)
         except BaseException as error:
             if self.strategy.torn and hasattr(error, "add_note"):
                 error.add_note(f"updated in part: {', '.join(self.strategy.torn)}")
@@ -467,7 +458,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         return report_of(
             self.strategy.params(),
             {} if self.strategy.store.banks else self.inner.state,
-            getattr(self.inner, "_grad_name", "grad"),
+            getattr(self.inner, "grad_name", "grad"),
             arenas=arenas,
             exported=self._exported,
             step_device=self.strategy.step_bytes,

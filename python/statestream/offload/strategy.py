@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream.adam.grad_scaling import StepNumbers
 from statestream.adam.gradient_hooks import GradientHooks
 from statestream.arguments import names_of
 from statestream.device.queues import device_for
@@ -76,8 +75,8 @@ class Strategy(ABC):
         self.store.keep(list(self.params()))
 
     @abstractmethod
-    def step(self, numbers: StepNumbers) -> None:
-        """One step of every parameter that has a gradient."""
+    def update(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """What the optimizer's step does between its hooks. Nothing happens where `found_inf` is not zero."""
 
     def loaded(self) -> None:  # noqa: B027  most ways have nothing to do then
         """State and groups of a state dict are in their places."""

@@ -22,9 +22,6 @@ class StateFactory:
     """Makes states by a format. `scales` holds what `state` does not: the scales of each parameter's scaled states, by
     name; a checkpoint has values, which need none."""
 
-    offloaded = False
-    """Whether a CPUOffloadOptimizer has the state."""
-
     def __init__(self, state_format: StateFormat):
         self.state_format = state_format
         self.scales: dict[Tensor, dict[str, Tensor]] = {}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from statestream import kernels
-from statestream.adam.step_table import Call, Job
+from statestream.adam.calls import Call, Job
 from statestream.formats import scale_count
 from statestream.kernels import AdamOptions, Formats
-from statestream.offload.adam.factory import STATES
+from statestream.offload.adam.streamed_state import STATES
 from statestream.state.state_format import MASTER
 from statestream.streaming.pipeline import Stage
 from statestream.streaming.plan import GRAIN_ELEMENTS, Piece
@@ -149,14 +149,8 @@ class AdamFlow:
                     grad = job.grad.data_ptr() + begin * job.grad.element_size()
                 refreshes.append(self.add(call, piece, weight, grad, place))
                 call.keep += (weight, job.grad, self.counts)
-            self.device.launch(
-                _update,
-                call,
-                self.jobs[group[0].unit].options,
-                self.owner.inner.rounding.seed,
-                self.grad_scale,
-                refreshes,
-            )
+            options = self.jobs[group[0].unit].options
+            self.device.launch(_update, call, options, self.seed, self.grad_scale, refreshes)
             self.note(group)
 
     def commit(self) -> None:
@@ -175,7 +169,7 @@ class AdamFlow:
             call.params.append(job.param)
             call.locals.append(job.local)
         for call in written.values():
-            self.owner.inner.step_table.updated(call)
+            self.owner.inner.backend.updated(call)
         if uncounted is not None:
             try:
                 raise uncounted

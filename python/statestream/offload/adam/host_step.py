@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from statestream.adam.step_table import Call
+from statestream.adam.calls import Call
 from statestream.offload.adam.device_step import AdamFlow, Refresh, StreamedJob, refresh_masters
 from statestream.streaming.host_pipeline import Passage
 from statestream.streaming.plan import GRAIN_ELEMENTS, Piece

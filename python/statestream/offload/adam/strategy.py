@@ -15,16 +15,16 @@ from torch import Tensor
 
 from statestream.adam.fused_adam import FusedAdam
 from statestream.adam.grad_scaling import StepNumbers
+from statestream.adam.state_backend import ResidentState, checked_grad
 from statestream.formats import scale_count
 from statestream.kernels import AdamOptions
 from statestream.offload.adam.device_step import AdamFlow, StreamedJob
-from statestream.offload.adam.factory import STATES, HostStateFactory, scales_of
 from statestream.offload.adam.host_share import HostSide
+from statestream.offload.adam.streamed_state import STATES, StreamedState, scales_of
 from statestream.offload.gradients.accumulate import GRAD_BYTES, OffloadedGradients
 from statestream.offload.host.arena import GRADS
 from statestream.offload.host.store import Entry, Location, compact_copy, largest_shard
 from statestream.offload.strategy import Strategy
-from statestream.state.factory import StateFactory
 from statestream.state.lazy_state import LazyState
 from statestream.state.state_format import MASTER, STEP
 from statestream.state.stored import SCALED, Stored
@@ -59,16 +59,15 @@ class AdamStrategy(Strategy):
         """Whether the state dict that is being made holds copies."""
         self._counters: dict[int, Tensor] = {}
         self._views: dict[int, dict[str, Any]] = {}
-        form = inner.state_format
-        scales = [scales_of(name) for name in STATES if form.dtype_of(name) in SCALED]
+        scales = [scales_of(name) for name in STATES if inner.state_format.dtype_of(name) in SCALED]
         self.kinds = (*STATES, *([GRADS] if offload_gradients else []), *scales)
-        state, factory, step_table = dict(inner.state), inner.state_factory, inner.step_table
-        inner.keep_state_with(HostStateFactory(form, self))
+        state, backend = dict(inner.state), inner.backend
+        inner.keep_state_with(StreamedState(inner.state_format, inner.rounding, self))
         existing = {p: inner.state.pop(p) for p in state if isinstance(p, Tensor)}
         try:
-            self.adopt({p: factory.all_stored(p, values) for p, values in existing.items()})
+            self.adopt({p: backend.all_stored(p, values) for p, values in existing.items()})
         except BaseException:  # no memory: the optimizer stays as it was
-            inner.keep_state_with(factory, step_table)
+            inner.keep_state_with(backend)
             inner.state.clear()
             inner.state.update(state)
             raise
@@ -87,7 +86,7 @@ class AdamStrategy(Strategy):
     def adopt(self, existing: dict[Tensor, dict[str, Any]] | None = None) -> None:
         """Makes host state for every trained parameter that has none, with values from `existing` (StateFactory's
         all_stored) where given."""
-        existing, takes = existing or {}, self.inner.step_table.takes
+        existing, takes = existing or {}, self.inner.backend.takes
         with torch.no_grad():
             wanted = [p for p in self.params() if p in existing or (p.requires_grad and takes(p))]
             self.reserve(wanted)
@@ -95,9 +94,9 @@ class AdamStrategy(Strategy):
                 state = self.inner.state[param]
                 for name, value in existing.get(param, {}).items():
                     if isinstance(value, Stored):
-                        self.inner.state_factory.carry(value, self.inner.state_factory.stored(param, name, state[name]))
+                        self.inner.backend.carry(value, self.inner.backend.stored(param, name, state[name]))
                     elif name == STEP:
-                        state[name].copy_(self.inner.state_factory.step_in({STEP: value}))
+                        state[name].copy_(self.inner.backend.step_in({STEP: value}))
                     elif name not in STATES:  # a user's own, which is not streamed
                         state[name] = value
         if self.gradients is not None:
@@ -152,13 +151,13 @@ class AdamStrategy(Strategy):
             self.gradients.clear()
         super().close()
         if in_charge:
-            inner.keep_state_with(StateFactory(inner.state_format))
+            inner.keep_state_with(ResidentState(inner.state_format, inner.rounding))
 
     def drop(self, params: Iterable[Tensor]) -> None:
         for param in params:
             self._counters.pop(id(param), None)
             self._views.pop(id(param), None)
-            self.inner.state_factory.forget(param)
+            self.inner.backend.forget(param)
         super().drop(params)
 
     def take_over_gradients(self) -> None:
@@ -181,9 +180,9 @@ class AdamStrategy(Strategy):
                 of_blocks = torch.empty(scale_count(local.numel()), dtype=torch.float32, device="meta")
                 arena = location.bank.arenas[self.kinds.index(scales_of(name))]
                 scales[name] = arena.view(location.index, torch.float32, of_blocks)
-        self.inner.state_factory.forget(param)
+        self.inner.backend.forget(param)
         if scales:
-            self.inner.state_factory.scales[param] = scales
+            self.inner.backend.scales[param] = scales
         self._views[id(param)] = dict(state)
         return state
 
@@ -213,11 +212,10 @@ class AdamStrategy(Strategy):
 
     def detached(self) -> FusedAdam:
         twin = super().detached()
-        twin._hooks = None
-        twin.keep_state_with(StateFactory(self.inner.state_format))
-        for param, scales in self.inner.state_factory.scales.items():
-            twin.state_factory.scales[param] = compact_copy(scales)
-        twin.state = LazyState(twin._make_state)
+        twin.keep_state_with(ResidentState(self.inner.state_format, self.inner.rounding))
+        for param, scales in self.inner.backend.scales.items():
+            twin.backend.scales[param] = compact_copy(scales)
+        twin.__setstate__({"state": LazyState()})
         for param, state in self.inner.state.items():
             twin.state[param] = {name: compact_copy(value) for name, value in state.items()}
         return twin
@@ -236,7 +234,10 @@ class AdamStrategy(Strategy):
 
     # ---- the step ----
 
-    def step(self, numbers: StepNumbers) -> None:
+    def update(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        self.inner.update(grad_scale, found_inf)
+
+    def stream(self, numbers: StepNumbers) -> None:
         """One update of every parameter that has a gradient. Everything is checked before anything is changed."""
         jobs = self._jobs(numbers.options)
         if jobs:
@@ -263,9 +264,7 @@ class AdamStrategy(Strategy):
 
     def _jobs(self, options_of_groups: Sequence[AdamOptions]) -> dict[int, StreamedJob]:
         """Work by unit of the plan."""
-        inner, table = self.inner, self.inner.step_table
-        inner.check_whole()
-        vars(inner).pop("_lent", None)  # the class has None
+        inner, backend = self.inner, self.inner.backend
         if self.gradients is not None:
             self.gradients.gather()
         with_grad = [p for p in self.params() if self._has_grad(p)]
@@ -274,7 +273,7 @@ class AdamStrategy(Strategy):
         new = [p for p in with_grad if self.store.location(p) is None]
         if new:
             for param in new:
-                table.check(param, names[id(param)])
+                backend.check(param, names[id(param)])
             self.wait()
             self.reserve(new)
         found: dict[int, StreamedJob] = {}  # by id first: a state that follows its parameter renumbers the units
@@ -293,24 +292,24 @@ class AdamStrategy(Strategy):
     def _has_grad(self, param: Tensor) -> bool:
         if self.gradients is not None:
             return self.gradients.has(param)
-        return getattr(param, self.inner._grad_name, None) is not None
+        return getattr(param, self.inner.grad_name, None) is not None
 
     def _job(self, param: Tensor, options: AdamOptions, name: str, ordinal: int) -> StreamedJob:
-        inner, table = self.inner, self.inner.step_table
-        local = table.check(param, name)
+        inner, backend = self.inner, self.inner.backend
+        local = backend.check(param, name)
         if self.gradients is not None:
             self.gradients.check(param, name)
             grad = self.gradients.sum_of(param)
         else:
-            grad = table.checked_grad(param, local, getattr(param, inner._grad_name), name)
-        job = table.job(param, local, grad, inner.state[param], name, ordinal)
+            grad = checked_grad(param, local, getattr(param, inner.grad_name), name)
+        job = backend.job(param, local, grad, inner.state[param], name, ordinal)
         kinds = [self.kinds.index(kind) if kind in job.states else -1 for kind in STATES]
         scaled = [kind in job.states and job.states[kind].scale is not None for kind in STATES]
         kinds += [self.kinds.index(scales_of(k)) if has else -1 for k, has in zip(STATES, scaled, strict=True)]
         return StreamedJob(
             **vars(job),
             options=options,
-            refresh=job.formats.has_master and bool(table.watch.written([param], [local])),
+            refresh=job.formats.has_master and bool(backend.write_tracker.written([param], [local])),
             kinds=tuple(kinds),
             grad_kind=-1 if self.gradients is None else self.kinds.index(GRADS),
         )

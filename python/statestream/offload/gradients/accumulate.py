@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from statestream.adam.gradient_hooks import GradientHooks
-from statestream.adam.step_table import StepTable
+from statestream.adam.state_backend import checked_grad
 from statestream.device.capture import refuse_capture
 from statestream.offload.gradients.clipping import global_norm
 from statestream.offload.gradients.staging import GradientStaging, add_up
@@ -90,7 +90,7 @@ class OffloadedGradients:
                 self.flush()
                 owner.follow([param])
             self._check_shape(param, local, name)
-            grad = StepTable.checked_grad(param, local, param.grad, name).detach()
+            grad = checked_grad(param, local, param.grad, name).detach()
             first = id(param) not in self._sums
             total = self._place(param, local) if first else self.sum_of(param)
             if not is_fake(local):

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from statestream.adam.grad_scaling import StepNumbers
 from statestream.offload.host.store import largest_shard
 from statestream.offload.muon.agreement import check_partition, check_same_plan, describe, joined
 from statestream.offload.muon.variants import TorchMuon
@@ -54,10 +53,6 @@ class MuonStrategy(PerParameterStrategy):
         super().reserve(params, anew)
         self._agree()
         self._complete()
-
-    def step(self, numbers: StepNumbers) -> None:
-        self.layout.sync_options()
-        super().step(numbers)
 
     def loaded(self) -> None:
         self._complete()
@@ -118,7 +113,8 @@ class MuonStrategy(PerParameterStrategy):
                 check_same_plan(group, description)
         self._agreed = layout
 
-    def _update(self, jobs: dict[int, Member]) -> None:
+    def _step(self, jobs: dict[int, Member]) -> None:
+        self.layout.sync_options()
         self._agree()  # whoever went on after it failed would find the ranks waiting for each other
         params = [m.param for m in jobs.values()]
         with _Once(self.inner, self.call) as subset:

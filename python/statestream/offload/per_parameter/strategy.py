@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from statestream.adam.grad_scaling import StepNumbers
+from statestream.adam.grad_scaling import is_skipped
 from statestream.offload.host.store import Entry, compact_copy, largest_shard
 from statestream.offload.per_parameter.infer_state import (
     StateKind,
@@ -202,13 +202,14 @@ class PerParameterStrategy(Strategy):
 
     # ---- the step ----
 
-    def step(self, numbers: StepNumbers) -> None:
+    def update(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """One step of the optimizer, chunk by chunk. Settings and scaling are the optimizer's own affair."""
+        if is_skipped(found_inf):
+            return
         with_grad = self._with_grad()
-        jobs = {self.store.location(p).unit: self.members[id(p)] for p in with_grad}
-        self._update(jobs)
+        self._step({self.store.location(p).unit: self.members[id(p)] for p in with_grad})
 
-    def _update(self, jobs: dict[int, Member]) -> None:
+    def _step(self, jobs: dict[int, Member]) -> None:
         """The step of these members, by their units: all that have a gradient."""
         with Subset(self.inner, self.call) as subset:
             if not jobs or not self.store.layout.plan.ring_bytes:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from statestream.state.factory import StateFactory
+from statestream.adam.grad_scaling import StepNumbers
+from statestream.adam.rounding import Rounding
+from statestream.adam.state_backend import Optimizer, ResidentState, SteppedOptimizer
 from statestream.state.state_format import MASTER, MOMENTS, STEP, StateFormat
 from statestream.tensors.local import is_fake, local_of, same_layout
 
-__all__ = ["STATES", "HostStateFactory", "scales_of"]
+if TYPE_CHECKING:
+    from statestream.offload.adam.strategy import AdamStrategy
+
+__all__ = ["STATES", "StreamedState", "scales_of"]
 
 STATES = (*MOMENTS, MASTER)
 
@@ -21,35 +27,49 @@ def scales_of(name: str) -> str:
     return f"{name} scales"
 
 
-class HostStateFactory(StateFactory):
-    """StateFactory whose tensors and scales are views of arenas: made, reset and kept in place.
+class StreamedState(ResidentState):
+    """State whose tensors and scales are views of arenas in host memory: made, reset and kept in place, and stepped by
+    `strategy`, an AdamStrategy, which owns the arenas and the optimizer.
 
-    The arenas are those of `ranges`, an AdamStrategy, which owns the optimizer that owns this factory. Once it is gone
-    this is a StateFactory like any other, of state that is in host memory still.
+    Once that is gone this is a ResidentState like any other, of state that is in host memory still.
     """
 
-    def __init__(self, state_format: StateFormat, ranges: Any):
-        super().__init__(state_format)
-        self._ranges = weakref.ref(ranges)
-        self.torn = ranges.torn
+    def __init__(self, state_format: StateFormat, rounding: Rounding, strategy: AdamStrategy):
+        super().__init__(state_format, rounding)
+        self._strategy = weakref.ref(strategy)
+        self.torn = strategy.torn
 
     @property
-    def ranges(self) -> Any:
-        return self._ranges()
+    def strategy(self) -> AdamStrategy | None:
+        return self._strategy()
 
     @property
     def offloaded(self) -> bool:
-        return self.ranges is not None
+        return self.strategy is not None
 
     def exports_to_host(self, asked: bool) -> bool:
-        snapshot = None if self.ranges is None else self.ranges.snapshot
+        snapshot = None if self.strategy is None else self.strategy.snapshot
         return asked if snapshot is None else snapshot
 
+    def step(self, optimizer: SteppedOptimizer, numbers: StepNumbers) -> None:
+        strategy = self.strategy
+        if strategy is None:
+            super().step(optimizer, numbers)
+        else:
+            strategy.stream(numbers)
+            self.step_bytes = strategy.step_bytes
+
+    def computing(self) -> AbstractContextManager[Any]:
+        return super().computing() if self.strategy is None else self.strategy.device.computing()
+
+    def detached(self, optimizer: Optimizer) -> Optimizer:
+        return optimizer if self.strategy is None else self.strategy.detached()
+
     def make(self, param: Tensor) -> dict[str, Any]:
-        ranges = self.ranges
-        if ranges is None:
+        strategy = self.strategy
+        if strategy is None:
             return super().make(param)
-        state = ranges.views(param)
+        state = strategy.views(param)
         state[STEP].zero_()
         for name in MOMENTS:
             local_of(state[name]).zero_()
@@ -60,8 +80,8 @@ class HostStateFactory(StateFactory):
         return state
 
     def follow(self, param: Tensor, state: dict[str, Any]) -> None:
-        ranges = self.ranges
-        if ranges is None:
+        strategy = self.strategy
+        if strategy is None:
             super().follow(param, state)
             return
         local, dtypes = local_of(param), self.state_format.dtypes(param)
@@ -69,16 +89,16 @@ class HostStateFactory(StateFactory):
         fits = set(state) - set(others) == {STEP, *dtypes} and all(
             state[name].dtype is dtype and same_layout(local_of(state[name]), local) for name, dtype in dtypes.items()
         )
-        if fits and ranges.holds(param, state):
+        if fits and strategy.holds(param, state):
             return
         # The parameter changed its shape, or someone put other tensors in the state: trainers do, which move all
         # they find to the device.
-        ranges.wait()
+        strategy.wait()
         # Copies: the new place may be the old one, in another layout.
         old = {name: self.stored(param, name, state[name]).cloned() for name in dtypes if name in state}
         step = self.step_in(state).clone()
         state.clear()
-        state.update(ranges.views(param) if fits else self.make(param))
+        state.update(strategy.views(param) if fits else self.make(param))
         for name, value in old.items():
             self.carry(value, self.stored(param, name, state[name]))
         state[STEP].copy_(step)
@@ -86,7 +106,7 @@ class HostStateFactory(StateFactory):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the optimizer has no part in the arenas.
-        return StateFactory, (self.state_format,), {"state_format": self.state_format, "scales": self.scales}
+        return ResidentState, *super().__reduce__()[1:]
 
     def reset_master(self, param: Tensor, state: dict[str, Any]) -> None:
         if is_fake(local_of(param)):
