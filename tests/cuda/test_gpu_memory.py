@@ -162,7 +162,7 @@ def test_state_scales_and_counts_follow_a_model_to_another_device(ends, capturab
     assert torch.equal(params[0].cpu(), params[1].cpu())
     mine, theirs = moved.state[params[0]], judge.state[params[1]]
     assert mine["step"] == 4 and mine["step"].device == theirs["step"].device
-    assert {scale.device for scale in moved._factory.scales[params[0]].values()} == {then}
+    assert {scale.device for scale in moved.backend.scales[params[0]].values()} == {then}
     for name in ("exp_avg", "exp_avg_sq", "master_param"):
         assert mine[name].device == then and torch.equal(mine[name].cpu(), theirs[name].cpu()), name
         assert torch.equal(moved.get_unscaled_state(params[0], name), judge.get_unscaled_state(params[1], name)), name

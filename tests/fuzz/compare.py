@@ -41,7 +41,7 @@ def check(optimizer: Any, params: dict[int, Tensor], reference: Reference, model
             found = patterns_of(state[name])[held.order]
             _same(f"{name} of {key}", *_one_nan(want.dtype, found, want.patterns))
             if want.scales is not None:
-                _same(f"scales of {name} of {key}", inner._factory.scales[param][name].numpy(), want.scales)
+                _same(f"scales of {name} of {key}", inner.backend.scales[param][name].numpy(), want.scales)
     for number, (group, want) in enumerate(zip(optimizer.param_groups, reference.groups, strict=True)):
         settings = replace(want.settings, lr=float(np.float32(want.settings.lr)))
         found = Settings(

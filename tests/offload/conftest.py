@@ -78,7 +78,7 @@ def assert_same_training(params, optimizer, other_params, other) -> None:
         for name in mine:
             assert_same_values(mine[name], theirs[name], f"{name} of parameter {i}")
         if promised:
-            mine, theirs = (getattr(o, "inner", o)._factory.scales.get(t, {}) for o, t in ((optimizer, p), (other, q)))
+            mine, theirs = (getattr(o, "inner", o).backend.scales.get(t, {}) for o, t in ((optimizer, p), (other, q)))
             assert mine.keys() == theirs.keys(), f"scales of parameter {i}"
             for name in mine:
                 assert_same_values(mine[name], theirs[name], f"scales of {name} of parameter {i}")

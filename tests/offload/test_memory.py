@@ -242,9 +242,9 @@ def test_each_parameter_begins_on_a_boundary_of_256_elements():
     device = optimizer.strategy.device
     launch = device.launch
 
-    def launch_and_note(function, torch_device, table, *rest):
-        rows.extend(table.rows[i : i + 8] for i in range(0, len(table.rows), 8))
-        launch(function, torch_device, table, *rest)
+    def launch_and_note(function, call, *rest):
+        rows.extend(call.rows[i : i + 8] for i in range(0, len(call.rows), 8))
+        launch(function, call, *rest)
 
     device.launch = launch_and_note
     train(optimizer, params, [0])

@@ -223,8 +223,8 @@ def check_fault(seed: int, fail_at: int, on_device) -> bool:
         q.data.copy_(p.data)
     case.plain.load_state_dict(case.optimizer.state_dict())
     for p, q in zip(case.params, case.reference, strict=True):
-        for name, scale in case.optimizer.inner._factory.scales.get(p, {}).items():
-            case.plain._factory.scales[q][name].copy_(scale)
+        for name, scale in case.optimizer.inner.backend.scales.get(p, {}).items():
+            case.plain.backend.scales[q][name].copy_(scale)
             case.plain.state[q][name].copy_(case.optimizer.state[p][name])
     case.micro_batches, case.clipped = [2], [True]
     case.run()

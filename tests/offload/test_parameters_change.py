@@ -308,7 +308,7 @@ def test_a_copy_to_be_pickled_has_scales_of_its_own():
     optimizer = CPUOffloadOptimizer(FusedAdam(params, lr=0.1, exp_avg_dtype="fp8"), 20_000)
     set_grads(params, 0)
     optimizer.step()
-    mine, theirs = optimizer.inner._factory.scales, optimizer.strategy.detached()._factory.scales
+    mine, theirs = optimizer.inner.backend.scales, optimizer.strategy.detached().backend.scales
     for param in params:
         assert mine[param].keys() == theirs[param].keys() == {"exp_avg"}
         assert_same_values(mine[param]["exp_avg"], theirs[param]["exp_avg"])

@@ -114,7 +114,7 @@ def train(optimizer, params, steps, skip=(NEVER_STEPPED,)):
 
 def live_masters(optimizer, params):
     """As they lie in memory, with their scales."""
-    factory = getattr(optimizer, "inner", optimizer)._factory
+    factory = getattr(optimizer, "inner", optimizer).backend
     return [
         (optimizer.state[p][MASTER].clone(), copy.deepcopy(factory.scales.get(p, {}).get(MASTER)))
         for p in params

@@ -362,7 +362,7 @@ def test_a_load_without_a_parameters_state_drops_its_scales_too():
     saved = copy.deepcopy(optimizer.state_dict())
     del saved["state"][1]
     optimizer.load_state_dict(saved)
-    assert set(optimizer._factory.scales) == {a}
+    assert set(optimizer.backend.scales) == {a}
 
 
 def test_a_users_tensor_is_apart_from_the_dict_after_a_load():

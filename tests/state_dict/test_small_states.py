@@ -109,12 +109,12 @@ def test_a_parameter_that_becomes_float32_loses_its_master_and_one_that_becomes_
     param.grad = torch.ones_like(param)
     optimizer.step()
     assert "master_param" not in optimizer.state[param]
-    assert set(optimizer._factory.scales[param]) == {"exp_avg", "exp_avg_sq"}
+    assert set(optimizer.backend.scales[param]) == {"exp_avg", "exp_avg_sq"}
     param.grad = None
     param.data = param.data.bfloat16()
     param.grad = torch.zeros_like(param)
     optimizer.step()
-    assert set(optimizer._factory.scales[param]) == set(NAMES)
+    assert set(optimizer.backend.scales[param]) == set(NAMES)
 
 
 def test_a_parameter_that_becomes_float16_gets_a_whole_master_for_its_remainders():
@@ -136,7 +136,7 @@ def test_scales_of_parameters_that_are_gone_are_dropped():
     new = torch.nn.Parameter(param.detach().clone())
     optimizer.param_groups[0]["params"] = [new]
     optimizer.state_dict()
-    assert list(optimizer._factory.scales) == [new]
+    assert list(optimizer.backend.scales) == [new]
 
 
 # ---- loading ----
@@ -161,14 +161,14 @@ def test_values_of_any_dtype_and_layout_are_loaded_to_nearest(dtype, transposed)
 
 def test_a_refused_load_changes_neither_payloads_nor_scales():
     param, optimizer = build()
-    before, scales = values(optimizer, param), copy.deepcopy(list(optimizer._factory.scales[param].values()))
+    before, scales = values(optimizer, param), copy.deepcopy(list(optimizer.backend.scales[param].values()))
     saved = copy.deepcopy(optimizer.state_dict())
     saved["state"][0]["exp_avg"] *= 100
     saved["state"][0]["exp_avg_sq"] = torch.zeros(3)
     with pytest.raises(ValueError, match="exp_avg_sq of parameter 0"):
         optimizer.load_state_dict(saved)
     assert all(same_bits(before[name], value) for name, value in values(optimizer, param).items())
-    assert all(torch.equal(a, b) for a, b in zip(scales, optimizer._factory.scales[param].values(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(scales, optimizer.backend.scales[param].values(), strict=True))
 
 
 def test_a_payload_is_no_value_for_a_checkpoint():
@@ -216,9 +216,9 @@ def test_control_one_copy_of_a_state_would_be_seen():
 def test_state_takes_its_payloads_and_a_scale_a_block(form):
     param, optimizer = large(form)
     kept = [v for name, v in optimizer.state[param].items() if name != "step"]
-    kept += optimizer._factory.scales[param].values()
+    kept += optimizer.backend.scales[param].values()
     payloads = {"fp8": 2, "fp16": 4, "fp8 by random bits": 2, "fp16 masters": 1 + 2 + 2}[form]
-    scales = len(optimizer._factory.scales[param]) * 4 / 256
+    scales = len(optimizer.backend.scales[param]) * 4 / 256
     assert sum(t.numel() * t.element_size() for t in kept) == ELEMENTS * (payloads + scales)
 
 

@@ -156,12 +156,12 @@ def test_the_scales_of_a_master_go_with_it():
     param = torch.nn.Parameter(torch.ones(300, dtype=BF16))
     optimizer = FusedAdam([param], lr=0.1, master_weights=True, master_weight_dtype="fp16", exp_avg_dtype="fp8")
     assert set(optimizer.state[param]) > {"master_param"}
-    assert set(optimizer._factory.scales[param]) == {"exp_avg", "master_param"}
+    assert set(optimizer.backend.scales[param]) == {"exp_avg", "master_param"}
     param.data = param.data.float()
     param.grad = torch.ones_like(param)
     optimizer.step()
     assert "master_param" not in optimizer.state[param]
-    assert set(optimizer._factory.scales[param]) == {"exp_avg"}
+    assert set(optimizer.backend.scales[param]) == {"exp_avg"}
 
 
 def test_remainders_of_a_bfloat16_parameter_are_no_master_of_a_float16_one():

@@ -283,7 +283,7 @@ class FusedAdam(Checkpointing, torch.optim.Optimizer):
         if numbers.skipped:
             return
         if self._backend.offloaded:
-            self._lent = None  # autograd counts its stores as writes
+            vars(self).pop("_lent", None)  # the class has None: autograd counts the stores of such a step
         self._backend.step(self, numbers)
         if grad_scale is not None:
             with self._backend.computing():

@@ -272,6 +272,8 @@ class ResidentState(StateBackend):
 
 
 def checked_grad(param: Tensor, local: Tensor, grad: Tensor, name: str) -> Tensor:
+    """The local gradient, sharded and laid out as the parameter is. Raises, naming the parameter, where no kernel can
+    read it."""
     if grad.layout is not torch.strided:
         raise RuntimeError(
             f"{name}: FusedAdam does not support sparse gradients ({grad.layout}); use torch.optim.SparseAdam"

@@ -33,7 +33,7 @@ ELEMENTWISE = frozenset(
 _BY_PARAMETER = frozenset({torch.optim.Adafactor})
 """Those whose update of a parameter depends on that whole parameter alone: known where no rank has a part of it."""
 
-REPLACED = ("step", "_update", "_calls", "refresh_masters", "memory_report")
+REPLACED = ("step", "refresh_masters", "memory_report")
 """Of FusedAdam what is done otherwise while its state is in host memory."""
 
 
