@@ -14,6 +14,7 @@ from statestream.formats import REMAINDERS, Role, dtypes_of, formats_of, plain_n
 from statestream.tensors.local import is_fake
 
 __all__ = [
+    "HOW_TORCH_RUNS",
     "as_bytes",
     "as_dtype",
     "as_number",
@@ -24,6 +25,9 @@ __all__ = [
     "name_in",
     "names_of",
 ]
+
+HOW_TORCH_RUNS = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+"""Settings of a group that say how an optimizer runs here, as torch has them by default. No checkpoint changes them."""
 
 PARAM_DTYPES = dtypes_of(Role.PARAMETER)
 GRAD_DTYPES = dtypes_of(Role.GRADIENT)

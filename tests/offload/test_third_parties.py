@@ -439,6 +439,32 @@ def test_what_a_step_that_failed_has_counted_does_not_count(way):
     assert all(torch.equal(a, b) for a, b in zip(params, reference, strict=True))
 
 
+class NotCopied:
+    """What a user keeps in a state, which cannot be brought to the device once `fails` is set."""
+
+    fails = False
+
+    def __deepcopy__(self, memo):
+        if self.fails:
+            raise RuntimeError("planted")
+        return self
+
+
+@pytest.mark.parametrize("failing", range(1, 5))
+def test_chunks_before_one_whose_state_does_not_come_are_counted(failing):
+    params = make_params()
+    optimizer = CPUOffloadOptimizer(InAGroup(params), 1000, per_parameter=True)
+    train(optimizer, params, range(1))
+    optimizer.state[params[failing]]["kept"] = kept = NotCopied()
+    before = [p.detach().clone() for p in params]
+    kept.fails = True
+    with pytest.raises(RuntimeError, match="planted"):
+        train(optimizer, params, [1])
+    assert not torch.equal(params[0], before[0])
+    assert torch.equal(params[failing], before[failing])
+    assert optimizer.param_groups[0]["step"] == 2
+
+
 @pytest.mark.parametrize("per_parameter", [True, False])
 def test_state_of_no_parameter_is_saved_copied_and_loaded(per_parameter):
     params, reference = make_params(), make_params()

@@ -13,7 +13,7 @@ import statestream
 PACKAGE = Path(statestream.__file__).parent
 LAYERS = """
     formats interrupts text_table extras dcp_metadata
-    tensors arguments device memory kernels state checkpoint adam streaming offload
+    optimizer_hooks tensors arguments device memory kernels state checkpoint adam streaming offload
     planner convert doctor demo cli __main__
 """.split()  # noqa: SIM905
 """Modules and rooms at the top of the package, each with what it may import before it."""

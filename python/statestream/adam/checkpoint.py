@@ -14,11 +14,11 @@ from torch import Tensor
 from statestream.adam.state_backend import StateBackend
 from statestream.arguments import names_of
 from statestream.checkpoint.export import export_on_device, export_to_host, taken_by_export
-from statestream.checkpoint.hooks import call_hooks, through_hooks
 from statestream.checkpoint.state_dict import (
     LoadPlan,
     ParamLoad,
     as_kept,
+    as_state_dict,
     pack_groups,
     plan_load,
     take_apart,
@@ -28,13 +28,13 @@ from statestream.checkpoint.state_dict import (
 from statestream.checkpoint.transfer import Loader
 from statestream.device.capture import refuse_capture
 from statestream.interrupts import interrupts_held
+from statestream.optimizer_hooks import call_hooks, through_hooks
 from statestream.state.format_version import number_of
 from statestream.state.lazy_state import LazyState
 from statestream.state.state_format import MASTER, STEP, StateFormat
 from statestream.state.stored import Stored
 from statestream.tensors.local import copy_version, is_dense, is_dtensor, local_of
 from statestream.tensors.sharding import shard_of
-from statestream.tensors.validate import as_state_dict
 
 __all__ = ["Checkpointing"]
 

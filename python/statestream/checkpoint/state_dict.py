@@ -8,8 +8,9 @@ before anything is written.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from statestream.arguments import check_group_options
+from statestream.arguments import HOW_TORCH_RUNS, check_group_options
 from statestream.state.format_version import SAYS_NOTHING, Masters, check_held, masters_in
 from statestream.state.lazy_state import peek
 from statestream.state.state_format import MASTER, MOMENTS, STEP, StateFormat
@@ -28,20 +29,98 @@ from statestream.tensors.sharding import shard_of
 from statestream.tensors.validate import (
     FLOATS,
     check_has_data,
-    check_states_are_listed,
-    checked_groups,
     count_of,
     named_in_errors,
     plain_tensor,
     readable,
+    shown,
 )
 
-__all__ = ["LoadPlan", "as_kept", "pack_groups", "plan_load", "take_apart", "tensors_of", "update_group"]
+__all__ = [
+    "LoadPlan",
+    "as_kept",
+    "as_state_dict",
+    "check_settings",
+    "check_states_are_listed",
+    "checked_groups",
+    "pack_groups",
+    "plan_load",
+    "take_apart",
+    "tensors_of",
+    "update_group",
+]
 
-_OWN_KEYS = frozenset(
-    ("params", "capturable", "foreach", "fused", "differentiable", "decoupled_weight_decay", "format_version")
-)
+_OWN_KEYS = frozenset(("params", "decoupled_weight_decay", "format_version", *HOW_TORCH_RUNS))
 """Group keys that say how this optimizer runs: a checkpoint does not change them."""
+
+
+def as_state_dict(state_dict: Any) -> dict[str, Any]:
+    """A shallow copy. ValueError for what is no dict."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"state_dict: expected a dict, found {type(state_dict).__name__}")
+    return dict(state_dict)
+
+
+def checked_groups(state_dict: Any) -> list[Mapping[str, Any]]:
+    """The groups of a nested state dict, once it has the form of one: a dict of states, a list of groups, each with a
+    list of different numbers or names of parameters."""
+    state_dict = as_state_dict(state_dict)
+    for key, kind in (("state", Mapping), ("param_groups", Sequence)):
+        if key not in state_dict:
+            raise ValueError(f"the state dict has no {key!r}; expected 'state' and 'param_groups'")
+        found = state_dict[key]
+        if not isinstance(found, kind) or isinstance(found, (str, bytes)):
+            wanted = "dict" if kind is Mapping else "list"
+            raise ValueError(f"{key!r} of the state dict: expected a {wanted}, found {type(found).__name__}")
+    groups = list(state_dict["param_groups"])
+    for number, group in enumerate(groups):
+        if not isinstance(group, Mapping):
+            raise ValueError(f"group {number} of the state dict: expected a dict, found {type(group).__name__}")
+        if "params" not in group:
+            raise ValueError(f"group {number} of the state dict has no 'params'")
+        params = group["params"]
+        if not isinstance(params, (list, tuple)):
+            raise ValueError(f"'params' of group {number}: expected a list, found {type(params).__name__}")
+        for key in params:
+            if not isinstance(key, (int, str, tuple)):
+                raise ValueError(
+                    f"'params' of group {number}: {type(key).__name__} is no number or name of a parameter"
+                )
+    return groups
+
+
+def check_states_are_listed(states: Mapping[Any, Any], listed: Collection[Any]) -> None:
+    """ValueError for state under a number that no group lists: of other numbers than the groups', or of parameters that
+    are missing there. Under a name it may be a user's own."""
+    for key in states:
+        if not isinstance(key, str) and key not in listed:
+            raise ValueError(
+                f"the state dict has state of parameter {key!r}, which none of its groups lists; they list "
+                f"{', '.join(map(repr, list(listed)[:8])) or 'none'}"
+            )
+
+
+def check_settings(saved: Mapping[str, Any], live: Mapping[str, Any], number: int) -> None:
+    """ValueError for a setting of a group that is of another kind than the optimizer's own: no number (or none at all,
+    as NaN is) where that has one, no pair of them where that has a pair."""
+    for key, own in live.items():
+        if key == "params" or key not in saved:
+            continue
+        with named_in_errors(f"{key} of group {number}"):
+            found = readable(saved[key], "it") if isinstance(saved[key], Tensor) else saved[key]
+            several = isinstance(own, (tuple, list)) and len(own) > 0 and all(map(_is_number, own))
+            if several and (not isinstance(found, (tuple, list)) or len(found) != len(own)):
+                raise ValueError(f"{shown(found)} is not {len(own)} numbers")
+            for new in found if several else [found] if _is_number(own) else []:
+                if not _is_number(new) or math.isnan(new):
+                    raise ValueError(f"{shown(new)} is not a number")
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        value = readable(value, "it")
+        return value.numel() == 1 and value.dtype in FLOATS and not is_fake(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def pack_groups(groups: list[dict[str, Any]], snapshot: bool) -> tuple[list[dict[str, Any]], list[Tensor]]:

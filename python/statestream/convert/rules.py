@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from statestream.arguments import HOW_TORCH_RUNS
 from statestream.state.format_version import Masters, check_held, masters_in, number_of
 from statestream.state.state_format import MASTER, MOMENTS, STEP
 from statestream.tensors.validate import count_of
@@ -48,8 +49,7 @@ DROPPABLE = {
 MASTERS = ("float32", "remainders", "weights")
 
 _ADAM = ("lr", "betas", "eps", "weight_decay")
-_HOW_TORCH_RUNS = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
-_TORCH_ONLY = {"amsgrad", "maximize", "decoupled_weight_decay", *_HOW_TORCH_RUNS}
+_TORCH_ONLY = {"amsgrad", "maximize", "decoupled_weight_decay", *HOW_TORCH_RUNS}
 _ENGINE_ONLY = {"bias_correction", STEP}
 
 
@@ -293,7 +293,7 @@ def _settings(group: Group, source: str, request: Request, count: int) -> dict[s
         new["betas"] = tuple(new["betas"])
     if request.to != ENGINE:
         new |= {"amsgrad": amsgrad, "maximize": maximize}
-        new |= {key: old.get(key, default) for key, default in _HOW_TORCH_RUNS.items()}
+        new |= {key: old.get(key, default) for key, default in HOW_TORCH_RUNS.items()}
         new["decoupled_weight_decay"] = decoupled
     if request.to != TORCH:
         new |= {"bias_correction": corrected, STEP: count}

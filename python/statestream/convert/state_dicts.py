@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from statestream.checkpoint.state_dict import as_state_dict, check_settings, check_states_are_listed, checked_groups
 from statestream.convert.agreement import Agreement
 from statestream.convert.layout import Flat, group_label, groups_of, param_label
 from statestream.convert.rules import ADAMS_TENSORS, Group, How, NewGroup, Param, Request, check_masters, convert
@@ -17,10 +18,6 @@ from statestream.tensors.local import local_of
 from statestream.tensors.sharding import as_dtensor_like
 from statestream.tensors.validate import (
     FLOATS,
-    as_state_dict,
-    check_settings,
-    check_states_are_listed,
-    checked_groups,
     count_of,
     readable,
 )

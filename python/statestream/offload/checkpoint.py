@@ -5,35 +5,30 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from statestream.checkpoint.hooks import call_hooks, through_hooks
+from statestream.arguments import HOW_TORCH_RUNS
+from statestream.checkpoint.state_dict import check_settings, check_states_are_listed, checked_groups
 from statestream.offload.adam.strategy import AdamStrategy
 from statestream.offload.host.store import compact_copy
 from statestream.offload.one_pass import OnePassStrategy
 from statestream.offload.per_parameter.strategy import PerParameterStrategy
+from statestream.optimizer_hooks import call_hooks, through_hooks, without_load_hooks
 from statestream.tensors.local import is_fake, local_of
 from statestream.tensors.sharding import shard_of
 from statestream.tensors.validate import (
     FLOATS,
     check_has_data,
-    check_settings,
-    check_states_are_listed,
-    checked_groups,
     count_of,
     named_in_errors,
     plain_tensor,
 )
 
 __all__ = ["export_state", "load_state"]
-
-LOCAL_OPTIONS = ("capturable", "differentiable", "foreach", "fused")
-"""Group settings that say how the optimizer runs here; a checkpoint does not change them."""
 
 
 def export_state(strategy: AdamStrategy | PerParameterStrategy | OnePassStrategy, snapshot: bool) -> dict[str, Any]:
@@ -96,11 +91,11 @@ def _load_in_place(strategy: PerParameterStrategy | OnePassStrategy, state_dict:
                 loads.append(_Load(param, _checked_state(strategy, states[key], param, saved, group, label)))
     if isinstance(strategy, PerParameterStrategy):
         strategy.make_room([load.param for load in loads])
-    kept = [{k: g[k] for k in LOCAL_OPTIONS if k in g} for g in inner.param_groups]
+    kept = [{k: g[k] for k in HOW_TORCH_RUNS if k in g} for g in inner.param_groups]
     others = {k: v for k, v in states.items() if k not in pairs}
     before = {key: inner.__dict__[key] for key in ("state", "param_groups")}
     try:
-        with _without_load_hooks(inner):
+        with without_load_hooks(inner):
             torch.optim.Optimizer.load_state_dict(inner, {"state": others, "param_groups": groups})
     except BaseException:  # it makes new ones, and puts them in place before an optimizer's own __setstate__ runs
         inner.__dict__.update(before)
@@ -195,16 +190,3 @@ def _filled(strategy: PerParameterStrategy | OnePassStrategy, load: _Load) -> di
         else:
             state[name] = value
     return state
-
-
-@contextmanager
-def _without_load_hooks(inner: torch.optim.Optimizer):
-    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-    saved = {name: getattr(inner, name) for name in names}
-    for name in names:
-        setattr(inner, name, type(saved[name])())
-    try:
-        yield
-    finally:
-        for name, hooks in saved.items():
-            setattr(inner, name, hooks)

@@ -66,19 +66,15 @@ class OnePassStrategy(Strategy):
         self.follow(params)
         hosts = dict(inner.state)
         with Subset(inner, self.call) as subset, self.device.computing():
-            locals_ = [local_of(p) for p in params]
-            undo, known = [local.clone() for local in locals_], self._moved
+            known = self._moved
             try:
                 for key, state in hosts.items():
                     inner.state[key] = self._to_device(state)
-                subset.update(params)
-                self.took(sum(t.nbytes for t in (*undo, *self._on_device())))
-                self._moved = {}
-                new = {key: self._to_host(state, self._name(key)) for key, state in inner.state.items()}
+                with subset.updating(params):
+                    self.took(sum(t.nbytes for t in (*map(local_of, params), *self._on_device())))
+                    self._moved = {}
+                    new = {key: self._to_host(state, self._name(key)) for key, state in inner.state.items()}
             except BaseException:
-                subset.undone()
-                for local, before in zip(locals_, undo, strict=True):
-                    local.copy_(before)
                 new, self._moved = hosts, known
                 raise
             finally:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from statestream.adam.fused_adam import FusedAdam
 from statestream.adam.grad_scaling import scaling_of
-from statestream.checkpoint.hooks import call_hooks, through_hooks
+from statestream.checkpoint.state_dict import as_state_dict
 from statestream.device.capture import refuse_capture
 from statestream.device.queues import device_for
 from statestream.interrupts import interrupts_held
@@ -47,8 +47,8 @@ from statestream.offload.muon.variants import muon_layout
 from statestream.offload.one_pass import OnePassStrategy
 from statestream.offload.per_parameter.strategy import PerParameterStrategy
 from statestream.offload.step_plan import StepPlan, plan_of
+from statestream.optimizer_hooks import call_hooks, run_step_hooks, run_step_pre_hooks, through_hooks
 from statestream.tensors.local import is_dtensor, local_of
-from statestream.tensors.validate import as_state_dict
 
 __all__ = ["CPUOffloadOptimizer"]
 
@@ -346,12 +346,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         check_step(self.inner)
         self.strategy.check_whole()
         args: tuple[Any, ...] = (self.inner,) if closure is None else (self.inner, closure)
-        for hook in list(hooks_of_others(self.inner)["_optimizer_step_pre_hooks"].values()):
-            changed = hook(self.inner, args, legacy)
-            if changed is not None:
-                if not (isinstance(changed, tuple) and len(changed) == 2):
-                    raise RuntimeError(f"a step pre-hook returned {changed!r}; it must return None or (args, kwargs)")
-                args, legacy = changed
+        pre_hooks = hooks_of_others(self.inner)["_optimizer_step_pre_hooks"]
+        args, legacy = run_step_pre_hooks(pre_hooks, self.inner, (args, legacy))
         legacy = dict(legacy)
         closure = args[1] if len(args) > 1 else legacy.pop("closure", None)
         loss = None
@@ -359,8 +355,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._update(legacy)
-        for hook in list(self.inner._optimizer_step_post_hooks.values()):
-            hook(self.inner, args, legacy)
+        run_step_hooks(self.inner._optimizer_step_post_hooks, self.inner, (args, legacy))
         self.inner._opt_called = True  # a scheduler that was given the inner optimizer asks
         return loss
 

@@ -4,7 +4,7 @@ to run code of its own."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,15 +16,12 @@ from statestream.tensors.local import is_fake, local_of
 __all__ = [
     "FLOATS",
     "MOST_STEPS",
-    "as_state_dict",
     "check_has_data",
-    "check_settings",
-    "check_states_are_listed",
-    "checked_groups",
     "count_of",
     "named_in_errors",
     "plain_tensor",
     "readable",
+    "shown",
 ]
 
 FLOATS = (
@@ -46,75 +43,6 @@ def named_in_errors(place: str) -> Iterator[None]:
         if isinstance(error, (ValueError, RuntimeError)) and place in str(error):
             raise
         raise ValueError(f"{place}: {type(error).__name__}: {error}") from error
-
-
-def as_state_dict(state_dict: Any) -> dict[str, Any]:
-    """A shallow copy. ValueError for what is no dict."""
-    if not isinstance(state_dict, Mapping):
-        raise ValueError(f"state_dict: expected a dict, found {type(state_dict).__name__}")
-    return dict(state_dict)
-
-
-def checked_groups(state_dict: Any) -> list[Mapping[str, Any]]:
-    """The groups of a nested state dict, once it has the form of one: a dict of states, a list of groups, each with a
-    list of different numbers or names of parameters."""
-    state_dict = as_state_dict(state_dict)
-    for key, kind in (("state", Mapping), ("param_groups", Sequence)):
-        if key not in state_dict:
-            raise ValueError(f"the state dict has no {key!r}; expected 'state' and 'param_groups'")
-        found = state_dict[key]
-        if not isinstance(found, kind) or isinstance(found, (str, bytes)):
-            wanted = "dict" if kind is Mapping else "list"
-            raise ValueError(f"{key!r} of the state dict: expected a {wanted}, found {type(found).__name__}")
-    groups = list(state_dict["param_groups"])
-    for number, group in enumerate(groups):
-        if not isinstance(group, Mapping):
-            raise ValueError(f"group {number} of the state dict: expected a dict, found {type(group).__name__}")
-        if "params" not in group:
-            raise ValueError(f"group {number} of the state dict has no 'params'")
-        params = group["params"]
-        if not isinstance(params, (list, tuple)):
-            raise ValueError(f"'params' of group {number}: expected a list, found {type(params).__name__}")
-        for key in params:
-            if not isinstance(key, (int, str, tuple)):
-                raise ValueError(
-                    f"'params' of group {number}: {type(key).__name__} is no number or name of a parameter"
-                )
-    return groups
-
-
-def check_states_are_listed(states: Mapping[Any, Any], listed: Collection[Any]) -> None:
-    """ValueError for state under a number that no group lists: of other numbers than the groups', or of parameters that
-    are missing there. Under a name it may be a user's own."""
-    for key in states:
-        if not isinstance(key, str) and key not in listed:
-            raise ValueError(
-                f"the state dict has state of parameter {key!r}, which none of its groups lists; they list "
-                f"{', '.join(map(repr, list(listed)[:8])) or 'none'}"
-            )
-
-
-def check_settings(saved: Mapping[str, Any], live: Mapping[str, Any], number: int) -> None:
-    """ValueError for a setting of a group that is of another kind than the optimizer's own: no number (or none at all,
-    as NaN is) where that has one, no pair of them where that has a pair."""
-    for key, own in live.items():
-        if key == "params" or key not in saved:
-            continue
-        with named_in_errors(f"{key} of group {number}"):
-            found = readable(saved[key], "it") if isinstance(saved[key], Tensor) else saved[key]
-            several = isinstance(own, (tuple, list)) and len(own) > 0 and all(map(_is_number, own))
-            if several and (not isinstance(found, (tuple, list)) or len(found) != len(own)):
-                raise ValueError(f"{_shown(found)} is not {len(own)} numbers")
-            for new in found if several else [found] if _is_number(own) else []:
-                if not _is_number(new) or math.isnan(new):
-                    raise ValueError(f"{_shown(new)} is not a number")
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        value = readable(value, "it")
-        return value.numel() == 1 and value.dtype in FLOATS and not is_fake(value)
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def plain_tensor(value: Any, what: str) -> Tensor:
@@ -174,12 +102,13 @@ def count_of(value: Any, what: str, live: Any = None) -> float:
         cause = error
     if not 0 <= number < MOST_STEPS or number != math.floor(number):
         try:
-            raise ValueError(f"{what}: {_shown(value)} is not a count of steps") from cause
+            raise ValueError(f"{what}: {shown(value)} is not a count of steps") from cause
         finally:
             del cause  # its traceback holds this frame, which would hold it
     return number
 
 
-def _shown(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 200 else f"{shown[:200]}..."
+def shown(value: Any) -> str:
+    """What an error shows of a value."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

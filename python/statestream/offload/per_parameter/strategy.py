@@ -261,15 +261,10 @@ class PerParameterStrategy(Strategy):
     def _create_run(self, members: list[Member], subset: Subset) -> None:
         self.took(sum(m.state_bytes + m.undo_bytes for m in members))
         with self.device.computing():
-            locals_ = [local_of(m.param) for m in members]
-            undo = [local.clone() for local in locals_]
             try:
-                subset.update([m.param for m in members])
-                made = {id(m.param): self._to_host(m, self._checked(m)) for m in members}
+                with subset.updating([m.param for m in members]):
+                    made = {id(m.param): self._to_host(m, self._checked(m)) for m in members}
             except BaseException:
-                subset.undone()
-                for local, before in zip(locals_, undo, strict=True):
-                    local.copy_(before)
                 for m in members:
                     self.inner.state.pop(m.param, None)
                 raise
@@ -320,23 +315,17 @@ class _Flow:
         members = [self.jobs[p.unit] for p in pieces]
         with owner.device.computing():
             undo = self._undo_room(stage, ring, pieces)
-            locals_ = [local_of(m.param) for m in members]
             slots = [self._slots(stage, ring, p) for p in pieces]
             hosts = [state.get(m.param) for m in members]
-            for before, local in zip(undo, locals_, strict=True):
-                before.copy_(local)
             try:
                 for m, host, slot in zip(members, hosts, slots, strict=True):
                     if host:
                         state[m.param] = {
                             name: self._onto_device(value, slot.get(name)) for name, value in host.items()
                         }
-                self.subset.update([m.param for m in members])
-                news = [self._off_device(m, slot) for m, slot in zip(members, slots, strict=True)]
+                with self.subset.updating([m.param for m in members], undo):
+                    news = [self._off_device(m, slot) for m, slot in zip(members, slots, strict=True)]
             except BaseException:
-                self.subset.undone()
-                for before, local in zip(undo, locals_, strict=True):
-                    local.copy_(before)
                 for m, host in zip(members, hosts, strict=True):
                     self._put(m, host)
                 raise

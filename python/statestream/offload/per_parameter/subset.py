@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from statestream.offload.per_parameter.counts import Counts
+from statestream.tensors.local import local_of
 
 __all__ = ["Subset"]
 
@@ -47,7 +49,7 @@ class Subset:
     def update(self, params: Sequence[Tensor]) -> None:
         """The optimizer's own step for these parameters, with the group settings that the step began with."""
         if self.ran:
-            self._set_back()
+            self.counts.set_back()
         self.ran = True
         chosen = {id(p) for p in params}
         try:
@@ -63,12 +65,23 @@ class Subset:
                 self.grads[id(param)] = (param, param.grad)
                 param.grad = None
 
-    def undone(self) -> None:
-        """The parameters of the last update were put back: it has not counted either."""
-        self.counts.undone()
-
-    def _set_back(self) -> None:
-        self.counts.set_back()
+    @contextmanager
+    def updating(self, params: Sequence[Tensor], room: Sequence[Tensor] | None = None) -> Iterator[None]:
+        """Updates these parameters, and then runs the block. After an error in either they are put back, and the
+        update has not counted. `room`, as large as the local tensors, holds copies of them for that."""
+        locals_ = [local_of(param) for param in params]
+        if room is None:
+            room = [torch.empty_like(local) for local in locals_]
+        for before, local in zip(room, locals_, strict=True):
+            before.copy_(local)
+        try:
+            self.update(params)
+            yield
+        except BaseException:
+            self.counts.undone()
+            for before, local in zip(room, locals_, strict=True):
+                local.copy_(before)
+            raise
 
 
 def _check_restorable(param: Tensor, grad: Tensor) -> None:
