@@ -11,7 +11,7 @@ from statestream.offload.muon import strategy as muon_module
 from statestream.offload.muon.agreement import check_partition, joined
 from statestream.offload.muon.strategy import MuonStrategy
 from statestream.offload.muon.variants import TorchMuon, muon_layout
-from statestream.offload.per_parameter import subset
+from statestream.offload.per_parameter import counts, subset
 from statestream.streaming import pipeline
 from statestream.streaming.plan import Unit, make_plan
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -25,7 +25,7 @@ def streamed_differences(name: str) -> list[str]:
 
 
 def test_a_counter_that_advances_once_a_chunk_shows(monkeypatch):
-    monkeypatch.setattr(subset.Subset, "_set_back", lambda self: None)
+    monkeypatch.setattr(counts.Counts, "set_back", lambda self: None)
     found = streamed_differences("batched")
     assert any(d.startswith("step of group") for d in found)
     assert any(d.startswith("parameter") for d in found), "bias correction took the wrong count for the right one"
