@@ -20,12 +20,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 TESTS = Path(__file__).parent
 ONE_IN = {
-    "offload/test_shared_step.py": 16,
-    "offload/test_on_simulated_device.py": 6,
-    "offload/test_forms.py": 4,
-    "offload/test_bits.py": 4,
-    "offload/test_room_follows.py": 4,
-    "offload/test_offload_gradients.py": 2,
+    "offload/test_shared_step.py": 24,
+    "offload/test_owners.py": 2,
+    "offload/test_lifetime.py": 2,
+    "simulated_device/test_optimizers.py": 9,
+    "offload/test_forms.py": 8,
+    "offload/test_bits.py": 8,
+    "offload/test_room_follows.py": 6,
+    "offload/test_offload_gradients.py": 3,
     "offload/test_third_parties.py": 2,
     "dcp/test_round_trip.py": 3,
     "dcp/test_inert.py": 3,
@@ -34,6 +36,13 @@ ONE_IN = {
     "step/test_step_edge_cases.py": 2,
     "step/test_against_double.py": 2,
     "step/test_copies.py": 3,
+    "muon/test_one_process.py": 2,
+    "numbers/test_special_values.py": 2,
+    "numbers/test_stochastic_rounding.py": 2,
+    "numbers/test_scaled_blocks.py": 2,
+    "numbers/test_sizes_and_forms.py": 3,
+    "numbers/test_threads_and_cuts.py": 2,
+    "ptx/test_generic.py": 2,
     "numbers/test_generic_kernel.py": 2,
     "distributed/test_transfer.py": 2,
 }
@@ -54,9 +63,9 @@ NOT_QUICK = tuple(
     numbers/test_native_threads numbers/test_scaled_blocks numbers/test_scaled_scalars numbers/test_scaled_training
     numbers/test_threads_and_cuts numbers/test_update_accuracy offload/test_documentation offload/test_fake_cuda
     offload/test_forked_children offload/test_long_runs offload/test_memory.py::test_a_forked_child
-    offload/test_memory.py::test_host_memory_ offload/test_offload_gradients_on_simulated_device
-    offload/test_on_simulated_device offload/test_plan.py::test_every_grain
-    offload/test_plan.py::test_no_chunk_overwrites offload/test_ranks offload/test_share.py::test_each_grain
+    offload/test_memory.py::test_host_memory_ simulated_device/test_offloaded_gradients
+    simulated_device/test_optimizers streaming/test_plan.py::test_every_grain
+    streaming/test_plan.py::test_no_chunk_overwrites offload/test_ranks streaming/test_share.py::test_each_grain
     offload/test_shared_step.py::test_the_gil offload/test_timeline.py::test_the_picture
     offload/test_timeline.py::test_what_cannot_be_recorded offload/test_traceback
     planner/test_command_line.py::test_a_plan_of_files_needs planner/test_command_line.py::test_a_process
@@ -71,8 +80,10 @@ NOT_QUICK = tuple(
 """Rooms, files and tests that start processes or take a second: how a path below tests/ and a test's name begin."""
 
 
+BY_TEST = ("tests/ptx/test_generic.py", "tests/simulated_device/test_optimizers.py")
+"""Files that would take longest: each test in them may run in another process."""
 TOGETHER = {
-    "build": ("tests/build/",),
+    "build": ("tests/build/test_cuda_wheel", "tests/build/test_sdist_and_wheel"),
     "ranks": (
         *("tests/offload/test_ranks", "tests/muon/test_ranks", "tests/demo/test_ranks"),
         *("tests/distributed/test_claims", "tests/distributed/test_resharding"),
@@ -94,6 +105,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::")[0]
+            if path in BY_TEST:
+                return nodeid.split("[")[0]
             return next((name for name, paths in TOGETHER.items() if path.startswith(paths)), path)
 
     return ByFile(config, log)

@@ -152,10 +152,12 @@ def test_training_saving_and_plans_need_torch_alone(tmp_path):
     assert done.stdout.splitlines() == [advice("matplotlib")] * 2
 
 
+@pytest.mark.long
 def test_training_saving_and_plans_load_no_package_of_the_extra(tmp_path):
     run(f"{TORCH_ALONE}\nfound = {set(CLI_EXTRA)} & set(sys.modules)\nassert not found, found", tmp_path)
 
 
+@pytest.mark.long  # worlds/test_layers.py looks at the sources
 def test_convert_and_planner_load_nothing_of_each_other(tmp_path):
     code = "import sys, statestream.{} as _\nassert not [m for m in sys.modules if m.startswith('statestream.{}')]"
     run(code.format("convert.command", "planner"), tmp_path)

@@ -52,7 +52,7 @@ def test_fp32_moments_and_torch_left_as_it_was(command, tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.parametrize("moments", ["fp16", "fp8"])
+@pytest.mark.parametrize("moments", [pytest.param("fp16", marks=pytest.mark.long), "fp8"])
 def test_scaled_moments_are_compared_by_their_values(command, tmp_path, moments):
     """The same values may be stored with another scale after a load."""
     ran = command("demo", "--steps", 6, "--device", "cpu", "--out", tmp_path, "--moments", moments)
@@ -64,8 +64,12 @@ def test_scaled_moments_are_compared_by_their_values(command, tmp_path, moments)
     ("fault", "moments", "after_loading"),
     [
         ("flip-bit", "bf16", r"exp_avg of blocks\.0\.qkv\.weight: 1 of 110,592 elements"),
-        ("flip-bit", "fp32", r"exp_avg of blocks\.0\.qkv\.weight: 1 of 110,592 elements"),
-        ("flip-bit", "fp16", r"exp_avg of blocks\.0\.qkv\.weight: 1 of 110,592 elements"),
+        pytest.param(
+            *("flip-bit", "fp32", r"exp_avg of blocks\.0\.qkv\.weight: 1 of 110,592 elements"), marks=pytest.mark.long
+        ),
+        pytest.param(
+            *("flip-bit", "fp16", r"exp_avg of blocks\.0\.qkv\.weight: 1 of 110,592 elements"), marks=pytest.mark.long
+        ),
         ("flip-bit", "fp8", r"exp_avg of blocks\.0\.qkv\.weight: \d+ of 110,592 elements"),
         ("drop-step", "bf16", r"step of blocks\.0\.attention_norm\.bias: 1 of 1 elements"),
         ("drop-masters", "bf16", r"master_param of blocks\.0\.attention_norm\.bias: \d+ of 192 elements"),

@@ -2,8 +2,8 @@
 
 python host_memory.py FOLDER ELEMENTS_OF_A_PARAMETER PARAMETERS SAVES
 
-Prints JSON: bytes of the export by the formula, and the extra peak of resident bytes of each path; with SAVES above 0
-how far resident bytes grow from the fourth save to the last instead.
+Prints JSON: bytes of the export by the formula, the extra peak of resident bytes of each path, and how far resident
+bytes grow from the fourth of so many saves to the last.
 """
 
 from __future__ import annotations
@@ -73,22 +73,20 @@ def main() -> None:
         warm_up()
     job = Job(folder / "checkpoint", elements, params)
     found: dict[str, int] = {"export by formula": 12 * elements * params, "largest item": 4 * elements}
-    if saves:
-        sizes = []
-        for _ in range(saves // 2):
-            job.async_save()
-            job.save()  # by then the writer of the one before has let go of its copy
-            settle()
-            sizes.append(own_resident_bytes())
-        found["grown"] = sizes[-1] - max(sizes[:2])
-    else:
-        for name, run in (
-            ("state_dict", job.optimizer.state_dict),
-            ("save", job.save),
-            ("load", job.load),
-            ("async_save", job.async_save),  # last: torch keeps its staged copy until the next
-        ):
-            found[name] = peak_extra_bytes(run)
+    for name, run in (
+        ("state_dict", job.optimizer.state_dict),
+        ("save", job.save),
+        ("load", job.load),
+        ("async_save", job.async_save),  # last: torch keeps its staged copy until the next
+    ):
+        found[name] = peak_extra_bytes(run)
+    sizes = []
+    for _ in range(saves // 2):
+        job.async_save()
+        job.save()  # by then the writer of the one before has let go of its copy
+        settle()
+        sizes.append(own_resident_bytes())
+    found["grown"] = sizes[-1] - max(sizes[:2])
     print(json.dumps(found))
     torch.distributed.destroy_process_group()
 

@@ -97,6 +97,6 @@ def _has_code(path: Path) -> bool:
 def test_the_quick_rung_runs_in_several_processes():
     """It refuses processes that tests start, and not those that it is shared by."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "quick", "-n", "2", "-p", "no:cacheprovider"]
-    tests = ["tests/offload/test_share.py", "tests/offload/test_balance.py"]
+    tests = ["tests/streaming/test_share.py", "tests/streaming/test_balance.py"]
     ran = subprocess.run([*command, *tests], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0 and re.search(r"\d+ passed", ran.stdout), ran.stdout + ran.stderr

@@ -60,7 +60,7 @@ def any_row_at_any_step(rng: Generator, step: int) -> np.ndarray:
     return np.where(rng.random(ELEMENTS) < 0.02, any_sign(4)(rng, step), 0.0)
 
 
-@pytest.mark.parametrize("stochastic", [0, 1], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("stochastic", [pytest.param(0, marks=pytest.mark.long), 1], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("moments, factor", [(F16, 1.1), (U8, 4.0)], ids=["fp16", "fp8"])
 def test_updates_of_gradients_over_four_decades_are_those_of_fp32_moments(moments, factor, stochastic):
     """Each element at each step, where no moment cancels. Ten times is what may not be; this is what is."""
@@ -82,7 +82,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("moments", [F16, U8], ids=["fp16", "fp8"])
+@pytest.mark.parametrize("moments", [pytest.param(F16, marks=pytest.mark.long), U8], ids=["fp16", "fp8"])
 def test_no_update_is_more_than_ten_times_fp32s(moments, case):
     """Where a first moment cancels, FP32's update of that step is nothing: told in the largest of the element so
     far. Nothing explodes, however small a gradient is beside the largest of its block."""

@@ -41,7 +41,9 @@ def test_rows_of_one_call_are_each_as_if_stepped_alone(dtypes, threads):
         assert_same_bits(result, updated(row, dtypes), f"row {i}")
 
 
-@pytest.mark.parametrize("threads", [2, 3, 16])
+@pytest.mark.parametrize(
+    "threads", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(16, marks=pytest.mark.long)]
+)
 def test_pieces_of_any_length_are_as_the_whole(threads):
     """The more there is for each thread, the longer are the pieces that it takes: three lengths here."""
     for numel in (45 * CHUNK + 17, 80 * CHUNK - 1):

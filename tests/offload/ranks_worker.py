@@ -200,8 +200,23 @@ def named(claim, names, **how):
 
 # torch's own Rprop does not take DTensors.
 _OF_DTENSORS = [name for name in OPTIMIZERS if name != "rprop"]
+_LIKE_OTHERS = {
+    "adamw_foreach",
+    "adamw_amsgrad",
+    "adam",
+    "nadam",
+    "rmsprop",
+    "adamax",
+    "asgd",
+    "sgd_nesterov",
+    "fused_adam_l2",
+}
+"""Their state is kept and cut as that of another optimizer of the list."""
+
 CLAIMS = {
-    **named(five_steps_with_a_save_and_a_load_in_the_middle, _OF_DTENSORS),
+    **named(
+        five_steps_with_a_save_and_a_load_in_the_middle, [name for name in _OF_DTENSORS if name not in _LIKE_OTHERS]
+    ),
     **named(a_checkpoint_of_an_fsdp2_model_resumes_bit_for_bit, MAKERS),
     **named(
         gradients_missing_on_one_rank_alone_move_no_cut_and_hang_nothing,
@@ -209,6 +224,8 @@ CLAIMS = {
     ),
     **gradient_ranks.CLAIMS,
 }
+
+OTHERS = named(five_steps_with_a_save_and_a_load_in_the_middle, [name for name in _OF_DTENSORS if name in _LIKE_OTHERS])
 
 ONE_DTYPE = named(five_steps_with_a_save_and_a_load_in_the_middle, _OF_DTENSORS, dtypes=(torch.float32, torch.bfloat16))
 """All parameters of one dtype: what CLAIMS finds of both at once."""

@@ -80,6 +80,7 @@ def test_on_two_ranks(claim, results):
 
 @pytest.mark.long  # half a minute
 @pytest.mark.timeout(450)
-def test_so_has_every_dtype_by_itself(tmp_path):
-    results = run_claims(2, ranks_worker.ONE_DTYPE, tmp_path, seconds=400)
+@pytest.mark.parametrize("claims", [ranks_worker.OTHERS, ranks_worker.ONE_DTYPE], ids=["others", "of one dtype"])
+def test_so_do_all_others(claims, tmp_path):
+    results = run_claims(2, claims, tmp_path, seconds=400)
     assert not any(results.values()), results

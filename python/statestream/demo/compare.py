@@ -39,7 +39,7 @@ def snapshot(training: Training) -> Snapshot:
     for name, param in training.model.named_parameters():
         kept["weights"][name] = local_of(param.detach()).to("cpu", copy=True)
         state = training.optimizer.state[param]
-        for kind, value in training.optimizer._factory.all_stored(param, state).items():
+        for kind, value in training.optimizer.backend.all_stored(param, state).items():
             kept.setdefault(kind, {})[name] = _values(value).detach().to("cpu", copy=True)
     for i, group in enumerate(training.optimizer.param_groups):
         count = torch.as_tensor(group["step"], dtype=torch.int64, device="cpu")

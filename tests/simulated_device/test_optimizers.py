@@ -16,8 +16,8 @@ from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload.adam import host_share
 from statestream.streaming.plan import GRAIN_ELEMENTS
 
-from .conftest import assert_same_training, assert_same_values, make_params, set_grads
-from .makers import SignDescent
+from offload.conftest import assert_same_training, assert_same_values, make_params, set_grads
+from offload.makers import SignDescent
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes")
 

@@ -20,7 +20,7 @@ from statestream.offload.adam import host_share
 from statestream.offload.gradients import staging
 from statestream.streaming.plan import GRAIN_ELEMENTS
 
-from .conftest import assert_same_training, assert_same_values, make_params
+from offload.conftest import assert_same_training, assert_same_values, make_params
 
 SHAPES = [(40, 33), (13,), (32, 32), (7,), (600,), (3, 5, 7)]
 SLOT_BYTES = 4_000
