@@ -14,13 +14,13 @@ from itertools import accumulate
 
 import pytest
 import torch
-from simulated_device.device import Hazard, InjectedFault, SimulatedDevice
+from offload.conftest import assert_same_training, assert_same_values, make_params
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload.adam import host_share
 from statestream.offload.gradients import staging
 from statestream.streaming.plan import GRAIN_ELEMENTS
 
-from offload.conftest import assert_same_training, assert_same_values, make_params
+from simulated_device.device import Hazard, InjectedFault, SimulatedDevice
 
 SHAPES = [(40, 33), (13,), (32, 32), (7,), (600,), (3, 5, 7)]
 SLOT_BYTES = 4_000

@@ -11,13 +11,13 @@ import warnings
 
 import pytest
 import torch
-from simulated_device.device import Hazard, InjectedFault, SimulatedDevice
+from offload.conftest import assert_same_training, assert_same_values, make_params, set_grads
+from offload.makers import SignDescent
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload.adam import host_share
 from statestream.streaming.plan import GRAIN_ELEMENTS
 
-from offload.conftest import assert_same_training, assert_same_values, make_params, set_grads
-from offload.makers import SignDescent
+from simulated_device.device import Hazard, InjectedFault, SimulatedDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes")
 
