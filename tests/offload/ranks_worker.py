@@ -209,7 +209,12 @@ _LIKE_OTHERS = {
     "adamax",
     "asgd",
     "sgd_nesterov",
+    "sgd",
+    "radam",
+    "adadelta",
+    "fused_adam",
     "fused_adam_l2",
+    "fused_adam_fp16_masters",
 }
 """Their state is kept and cut as that of another optimizer of the list."""
 
@@ -217,7 +222,7 @@ CLAIMS = {
     **named(
         five_steps_with_a_save_and_a_load_in_the_middle, [name for name in _OF_DTENSORS if name not in _LIKE_OTHERS]
     ),
-    **named(a_checkpoint_of_an_fsdp2_model_resumes_bit_for_bit, MAKERS),
+    **named(a_checkpoint_of_an_fsdp2_model_resumes_bit_for_bit, ["fused_adam_masters", "adamw"]),
     **named(
         gradients_missing_on_one_rank_alone_move_no_cut_and_hang_nothing,
         ["fused_adam_masters", "adamw", "sgd_momentum"],
@@ -225,7 +230,10 @@ CLAIMS = {
     **gradient_ranks.CLAIMS,
 }
 
-OTHERS = named(five_steps_with_a_save_and_a_load_in_the_middle, [name for name in _OF_DTENSORS if name in _LIKE_OTHERS])
+OTHERS = {
+    **named(five_steps_with_a_save_and_a_load_in_the_middle, [name for name in _OF_DTENSORS if name in _LIKE_OTHERS]),
+    **named(a_checkpoint_of_an_fsdp2_model_resumes_bit_for_bit, MAKERS),
+}
 
 ONE_DTYPE = named(five_steps_with_a_save_and_a_load_in_the_middle, _OF_DTENSORS, dtypes=(torch.float32, torch.bfloat16))
 """All parameters of one dtype: what CLAIMS finds of both at once."""
