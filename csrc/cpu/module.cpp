@@ -49,12 +49,6 @@ Function known(Function function) {
   return function;
 }
 
-void check_slice(uint64_t from, int64_t from_bytes, uint64_t to, int64_t to_bytes, int64_t n) {
-  if (n < 0) throw std::invalid_argument("n is negative");
-  check_address(0, "source", from, n, from_bytes);
-  check_address(0, "destination", to, n, to_bytes);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {

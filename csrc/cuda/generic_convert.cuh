@@ -15,8 +15,8 @@ static_assert(sizeof(GenericConvertParameters) == 48, "documented layout");
 constexpr int kConvertThreads = 128;
 constexpr int kConvertWarps = kConvertThreads / kWarpLanes;
 
-using ScaledStream = Stream<false, kScaledFloat16, kScaledFloat8>;
-using ScaledRootStream = Stream<true, kScaledFloat16, kScaledFloat8>;
+using ScaledStream = Stream<kState, false, true>;
+using ScaledRootStream = Stream<kState, true, true>;
 
 STATESTREAM_DEVICE void float32_words(const float (&x)[kVector], uint32_t (&w)[kVector]) {
 #pragma unroll
