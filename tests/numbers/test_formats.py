@@ -52,31 +52,44 @@ def test_control_a_format_that_one_of_the_two_lacks_or_has_otherwise_is_seen():
             assert {row[1:] for row in _cpu.FORMATS} != as_native(changed)
 
 
+def gathered(param: torch.nn.Parameter, **arguments) -> tuple[FusedAdam, kernels.Formats]:
+    """An optimizer after a step, and the formats that native code finds of its one parameter."""
+    optimizer = FusedAdam([param], **arguments)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    state_format = optimizer.state_format
+    found, left = kernels.gather(
+        [param],
+        "grad",
+        optimizer.state,
+        exp_avg=state_format.exp_avg,
+        exp_avg_sq=state_format.exp_avg_sq,
+        masters={param.dtype: state_format.master_of(param.dtype)},
+        step_on_device=False,
+        scales=optimizer._factory.scales,
+        sharded=False,
+        extras=False,
+        first_ordinal=0,
+    )
+    assert left == [] and len(found) == 1, "a format that native code does not know by its dtype takes the slow way"
+    return optimizer, found[0].formats
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_native_code_takes_the_masters_that_state_has(dtype):
     """By what the optimizer keeps: whatever a parameter's master is stored in, no parameter needs a closer look."""
     for masters in ({}, {"master_weights": True}, {"master_weights": True, "store_param_remainders": True}):
         param = torch.nn.Parameter(torch.ones(300, dtype=dtype))
-        optimizer = FusedAdam([param], **masters)
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        state_format = optimizer.state_format
-        found, left = kernels.gather(
-            [param],
-            "grad",
-            optimizer.state,
-            exp_avg=state_format.exp_avg,
-            exp_avg_sq=state_format.exp_avg_sq,
-            masters={dtype: state_format.master_of(dtype)},
-            step_on_device=False,
-            scales={},
-            sharded=False,
-            extras=False,
-            first_ordinal=0,
-        )
-        assert left == [] and len(found) == 1
+        optimizer, formats = gathered(param, **masters)
         kept = optimizer.state[param].get("master_param")
-        assert found[0].formats.master == (0 if kept is None else format_of_state(kept.dtype).code)
+        assert formats.master == (0 if kept is None else format_of_state(kept.dtype).code)
+
+
+@pytest.mark.parametrize("form", [f for f in FORMATS if Role.MOMENT in f.roles], ids=lambda f: f.name)
+def test_native_code_takes_the_moments_that_state_has(form):
+    param = torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16))
+    _, formats = gathered(param, exp_avg_dtype=form.name, exp_avg_sq_dtype=form.name)
+    assert (formats.exp_avg, formats.exp_avg_sq) == (form.code, form.code)
 
 
 def test_names_codes_and_dtypes_tell_formats_apart():
