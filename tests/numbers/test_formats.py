@@ -19,6 +19,7 @@ from statestream.formats import (
     format_of_state,
     formats_of,
     plain_name,
+    scale_count,
 )
 
 STATES = [f for f in FORMATS if f.roles & {Role.MOMENT, Role.MASTER}]
@@ -128,6 +129,38 @@ def test_a_moment_is_stored_and_exported_as_the_table_says(form):
     report = optimizer.memory_report()
     held = sum(n for kind, n in {**report.device, **report.host}.items() if kind.startswith("exp_avg"))
     assert held == 2 * form.nbytes(param.numel())
+
+
+@pytest.mark.parametrize("form", [f for f in FORMATS if f.scaled], ids=lambda f: f"{f.name}-{f.itemsize}")
+def test_payloads_are_the_numbers_that_torch_makes(form):
+    """Every payload, and values of every size, those that are not finite among them."""
+    number = torch.float8_e4m3fn if form.dtype is torch.uint8 else form.dtype
+    bits = {1: torch.uint8, 2: torch.int16}[form.itemsize]
+
+    def as_bits(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(values.isnan(), float("nan"), values).view(torch.int32)
+
+    every = torch.arange(1 << 8 * form.itemsize).to(bits).view(form.dtype)
+    values = torch.empty(every.shape)
+    kernels.decode(every, values, scale=torch.ones(scale_count(values.numel())))
+    assert torch.equal(as_bits(values), as_bits(every.view(number).float()))
+    kernels.decode(every, values, scale=torch.ones(scale_count(values.numel())), root=True)
+    assert torch.equal(as_bits(values), as_bits(every.view(number).float().square()))
+
+    blocks = torch.logspace(-30, 37, 300).float().unsqueeze(1)
+    values = torch.randn(300, SCALE_BLOCK, generator=torch.Generator().manual_seed(0)) * blocks
+    values[7, :3] = torch.tensor([float("inf"), -float("inf"), float("nan")])
+    stored, scale = torch.empty(values.numel(), dtype=form.dtype), torch.empty(300)
+    kernels.encode(values.flatten(), stored, scale=scale)
+    want = (values / scale.unsqueeze(1)).to(number).float()
+    if number is torch.float8_e4m3fn:  # it has no infinity: torch stores its largest number, and statestream NaN
+        want[values.isinf()] = float("nan")
+    assert torch.equal(as_bits(stored.view(number).float()), as_bits(want.flatten()))
+    largest = stored.view(number).float().view(300, -1).nan_to_num(0, 0, 0).abs().amax(1)
+    assert (largest >= torch.finfo(number).max / 2).all(), "a scale that is not the smallest"
+    exact = torch.empty(values.numel())
+    kernels.decode(stored, exact, scale=scale)
+    assert torch.equal(as_bits(exact), as_bits((want * scale.unsqueeze(1)).flatten()))
 
 
 def test_the_table_needs_no_torch():
