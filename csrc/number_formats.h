@@ -41,7 +41,7 @@ enum Format : int32_t {
 #define STATESTREAM_ONE(name, code, dlpack, bytes, scaled, roles) name = code,
   STATESTREAM_FORMATS(STATESTREAM_ONE)
 #undef STATESTREAM_ONE
-  kFormatCodes  // all are below
+      kFormatCodes  // all are below
 };
 #define STATESTREAM_ONE(name, code, dlpack, bytes, scaled, roles) static_assert(code > 0 && code < kFormatCodes, #name);
 STATESTREAM_FORMATS(STATESTREAM_ONE)

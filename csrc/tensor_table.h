@@ -16,6 +16,11 @@ struct TensorRow {
 };
 static_assert(sizeof(TensorRow) == 64, "statestream.kernels writes eight words a row");
 
+// Adds one to each row's step counter in host memory, rows without elements included.
+inline void advance_host_steps(const TensorRow *rows, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) *(float *)rows[i].step += 1.0f;
+}
+
 // What a row needs besides, where a format has scales or bits are random: twelve 64-bit words, in a table
 // of their own.
 //

@@ -1,9 +1,9 @@
-// Blocks of 256 FP32 numbers from and to the formats that form_kernels.h has no vectors for. The loops are
+// Blocks of 256 FP32 numbers from and to the formats that isa_kernels.h has no vectors for. The loops are
 // of scalar functions, written so that the compiler makes vectors of them.
 #pragma once
 #include "../random_bits.h"
 #include "../scaled_formats.h"
-#include "form_kernels.h"
+#include "isa_kernels.h"
 
 namespace {
 

@@ -4,7 +4,7 @@
 
 namespace {
 
-// Formats that form_kernels.h has vectors for ------------------------------------------------------------
+// Formats that isa_kernels.h has vectors for ------------------------------------------------------------
 
 template <class From, class To>
 void convert_range(const typename From::Type *from, typename To::Type *to, int64_t begin, int64_t end) {
@@ -101,9 +101,8 @@ bool refresh_float32(const uint16_t *weight, float *master, int64_t n) {
     const float x = master[i];
     if ((kIsBFloat16 ? statestream::bfloat16_store_bits(x) : statestream::float16_store_bits(x)) == weight[i]) continue;
     const uint16_t w = weight[i];
-    master[i] = kIsBFloat16
-                    ? statestream::bfloat16_load(w)
-                    : statestream::float_of(statestream::float32_store_bits(statestream::float16_load(w)));
+    master[i] = kIsBFloat16 ? statestream::bfloat16_load(w)
+                            : statestream::float_of(statestream::float32_store_bits(statestream::float16_load(w)));
     changed = true;
   }
   return changed;

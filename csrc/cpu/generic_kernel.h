@@ -1,4 +1,4 @@
-// One kernel for every combination of formats that form_kernels.h has none for, and for random rounding: a
+// One kernel for every combination of formats that isa_kernels.h has none for, and for random rounding: a
 // block of 256 elements at a time through FP32 on the stack, by the same update over the same Vector.
 #pragma once
 #include "block_formats.h"
@@ -103,8 +103,8 @@ struct GenericKernel {
     const int32_t formats[] = {f.param, f.exp_avg, f.exp_avg_sq, f.master, f.grad};
     for (int k = 0; k < 5; ++k)
       if (formats[k] != statestream::kNone) memcpy(padded[k], streams[k], n * statestream::format_bytes(formats[k]));
-    const BlockStreams copies{padded[0],       padded[4],          padded[1],     padded[2], padded[3],
-                              a.exp_avg_scale, a.exp_avg_sq_scale, a.master_scale};
+    const BlockStreams copies{padded[0], padded[4],       padded[1],          padded[2],
+                              padded[3], a.exp_avg_scale, a.exp_avg_sq_scale, a.master_scale};
     update_block(f, copies, random, s);
     for (int k = 0; k < 4; ++k)
       if (formats[k] != statestream::kNone) memcpy(streams[k], padded[k], n * statestream::format_bytes(formats[k]));

@@ -26,7 +26,8 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("ARCHS") = STATESTREAM_CUDA_ARCHS;
   m.attr("FORMATS") = format_table();
 
-  m.def("why_not", why_not, py::arg("device"), "Why the kernels cannot run on the current device; empty where they can.");
+  m.def("why_not", why_not, py::arg("device"),
+        "Why the kernels cannot run on the current device; empty where they can.");
 
   m.def("has_adam", [](const py::tuple &formats) { return has_kernel(formats_from(formats)); }, py::arg("formats"));
 

@@ -113,8 +113,8 @@ struct BFloat16 {
 
 // What reads and writes a state that has no scales.
 template <int32_t kFormat>
-using VectorsOf = std::conditional_t<kFormat == kFloat32, Float32,
-                                     std::conditional_t<kFormat == kBFloat16, BFloat16, void>>;
+using VectorsOf =
+    std::conditional_t<kFormat == kFloat32, Float32, std::conditional_t<kFormat == kBFloat16, BFloat16, void>>;
 
 // How the weight is kept: by itself, as an FP32 master beside it, or as its low 16 bits beside it.
 template <class Format>

@@ -1,5 +1,7 @@
-// The kernels compiled once for each kind of processor; module.cpp picks one at run time.
+// The kernels are compiled once for each instruction set; module.cpp picks one at run time.
 #pragma once
+#include <vector>
+
 #include "../adam_rule.h"
 #include "../tensor_table.h"
 
@@ -25,7 +27,8 @@ using EncodeRange = void (*)(const float *from, void *to, float *scale, int64_t 
 // Where the weight is not its master rounded, the master becomes the weight.
 using RefreshRange = void (*)(const void *weight, void *master, float *scale, int64_t begin, int64_t end);
 
-struct Form {
+// The kernels as compiled for one instruction set.
+struct Isa {
   const char *name;
   bool (*supported)();
   AdamRange (*adam)(const TableFormats &);  // nullptr: the generic kernel's
@@ -35,12 +38,12 @@ struct Form {
   RefreshRange (*refresh)(int32_t param, int32_t master);
 };
 
-extern const Form kPortableForm;
+extern const Isa kPortableIsa;
 #if defined(__x86_64__)
-extern const Form kAvx2Form, kAvx512Form, kAvx512Bf16Form;
+extern const Isa kAvx2Isa, kAvx512Isa, kAvx512Bf16Isa;
 #endif
 
-// The forms that this processor can run, best first.
-const Form *const *supported_forms(int *count);
+// Those that this processor runs, best first.
+const std::vector<const Isa *> &supported_isas();
 
 }  // namespace statestream

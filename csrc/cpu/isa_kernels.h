@@ -1,9 +1,9 @@
 // The hot loops of the update, over whichever Vector the including file chose. Everything here has internal linkage:
-// the linker must never take one form's code for another's.
+// the linker must never take the code of one instruction set for another's.
 #pragma once
 #include <type_traits>
 
-#include "forms.h"
+#include "isas.h"
 
 namespace {
 
