@@ -151,12 +151,12 @@ def test_aligned_elements_take_one_access_a_stream(formats):
 
 
 INSTRUCTIONS = {
-    "bf16-bf16-scaled8-scaled8": 124,
-    "bf16+scaled16-bf16-scaled16-scaled16": 124,
-    "f16+f32-f16-scaled8-scaled16": 138,
-    "f32-f16-f32-scaled8": 96,
-    "bf16+low16-f32-scaled8-bf16": 96,
-    "f16+scaled16-f32-bf16-f32": 83,
+    "bf16-bf16-scaled_fp8-scaled_fp8": 124,
+    "bf16+scaled_fp16-bf16-scaled_fp16-scaled_fp16": 124,
+    "fp16+fp32-fp16-scaled_fp8-scaled_fp16": 138,
+    "fp32-fp16-fp32-scaled_fp8": 96,
+    "bf16+remainders-fp32-scaled_fp8-bf16": 96,
+    "fp16+scaled_fp16-fp32-bf16-fp32": 83,
     "bf16-bf16-bf16-bf16": 113,
 }
 """An element, of aligned tensors of ordinary numbers with every flag; but for moves and branches, of which the
