@@ -1,7 +1,7 @@
-// The kernel of a combination of formats that has one of its own; null where the generic kernel serves.
+// Chooses the kernel that is compiled for a combination of formats. Null: there is none, and the generic kernel runs.
 //
-// For both devices. Whoever includes it, inside a namespace without a name, has defined Float32, BFloat16, PlainWeight,
-// MasterWeight and RemainderWeight, the type AdamFunction, and adam_function<Weight, Grad, Moment1, Moment2>.
+// Both devices include this inside an unnamed namespace. Before it they define Float32, BFloat16, PlainWeight,
+// MasterWeight, RemainderWeight, the type AdamFunction, and adam_function<Weight, Grad, Moment1, Moment2>.
 template <class Weight, class... Streams>
 AdamFunction choose_streams(const int32_t *formats) {
   if constexpr (sizeof...(Streams) == 3) {

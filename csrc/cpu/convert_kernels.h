@@ -1,4 +1,4 @@
-// States from and to FP32, and masters from changed weights, over whichever Vector the including file chose.
+// Converts states from and to FP32, and sets masters to changed weights, with the Vector that the including file chose.
 #pragma once
 #include "block_formats.h"
 
@@ -91,7 +91,7 @@ statestream::EncodeRange choose_encode(int32_t format, bool root) {
 
 // Masters --------------------------------------------------------------------------------------------------
 
-// Whether any master was not the weight's, and now is.
+// Sets each master that does not round to its weight to the weight. Returns whether there was one.
 template <int32_t kParam>
 bool refresh_float32(const uint16_t *weight, float *master, int64_t n) {
   constexpr bool kIsBFloat16 = kParam == statestream::kBFloat16;

@@ -1,5 +1,5 @@
-// One kernel for every combination of formats that isa_kernels.h has none for, and for random rounding: a
-// block of 256 elements at a time through FP32 on the stack, by the same update over the same Vector.
+// One kernel for random rounding, and for every combination of formats that isa_kernels.h has no kernel for. It decodes
+// a block of 256 elements to FP32 on the stack, updates it as the other kernels do, and encodes it.
 #pragma once
 #include "block_formats.h"
 #include "random_runs.h"
@@ -39,7 +39,7 @@ struct GenericKernel {
     return x;
   }
 
-  // From where `loaded` put them.
+  // Stores the numbers from where `loaded` put them.
   template <bool kRoot = false>
   static void store(int32_t format, const float *x, const uint16_t *random, char *to, float *scale) {
     with_format<statestream::kAnyRole>(format, [&](auto f) {

@@ -10,30 +10,30 @@ namespace statestream {
 // Updates elements [begin, end) of one row.
 using AdamRange = void (*)(const TensorRow &, const AdamScalars<float> &, int64_t begin, int64_t end);
 
-// What the generic kernel is told of a call; it takes whatever has_kernel().
+// The arguments of the generic kernel that every row shares. It takes every combination that has_kernel() accepts.
 struct GenericCall {
   TableFormats formats;
   uint64_t seed;
   int32_t stochastic;
 };
-// The same, extras null where the call needs none; `begin` is a multiple of 256.
+// Updates elements [begin, end) of one row; `begin` is a multiple of 256. Extras are null where the call needs none.
 using GenericRange = void (*)(const GenericCall &, const TensorRow &, const RowExtras *, const AdamScalars<float> &,
                               int64_t begin, int64_t end);
 
-// Elements [begin, end) to FP32, from FP32. Of a scaled format `scale` is that of element 0 and `begin` a
-// multiple of 256; other formats do not look at it.
+// Convert elements [begin, end) to FP32, and from FP32. In a scaled format `scale` is the address of the first block's
+// scale, and `begin` is a multiple of 256. Other formats ignore `scale`.
 using DecodeRange = void (*)(const void *from, const float *scale, float *to, int64_t begin, int64_t end);
 using EncodeRange = void (*)(const float *from, void *to, float *scale, int64_t begin, int64_t end);
-// Where the weight is not its master rounded, the master becomes the weight.
+// Sets the master to the weight where the master does not round to it.
 using RefreshRange = void (*)(const void *weight, void *master, float *scale, int64_t begin, int64_t end);
 
 // The kernels as compiled for one instruction set.
 struct Isa {
   const char *name;
   bool (*supported)();
-  AdamRange (*adam)(const TableFormats &);  // nullptr: the generic kernel's
+  AdamRange (*adam)(const TableFormats &);  // nullptr: the generic kernel takes these formats
   GenericRange generic;
-  DecodeRange (*decode)(int32_t format, bool root);  // nullptr, as the next two: no kernel
+  DecodeRange (*decode)(int32_t format, bool root);  // This and the next two: nullptr where there is no kernel.
   EncodeRange (*encode)(int32_t format, bool root);
   RefreshRange (*refresh)(int32_t param, int32_t master);
 };

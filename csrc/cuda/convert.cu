@@ -1,4 +1,4 @@
-// Slices of state to FP32 and back, for export and load; masters from changed weights.
+// Converts slices of state to FP32 and back, for export and load, and sets masters to changed weights.
 #include "generic.h"
 #include "launch.h"
 #include "vectors.cuh"

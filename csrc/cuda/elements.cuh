@@ -97,7 +97,7 @@ STATESTREAM_DEVICE void each(float (&x)[kVector], const Number &number) {
   for (int k = 0; k < kVector; ++k) x[k] = number(k);
 }
 
-// The numbers that the words stand for; `scale` is the block's, of formats that have one.
+// Decodes the words into numbers. `scale` is the block's scale; formats without scales ignore it.
 template <class Stream>
 STATESTREAM_DEVICE void numbers_of(int32_t format, const uint32_t (&w)[kVector], float scale, float (&x)[kVector]) {
   const auto squared = [](float root) { return Stream::kRoot ? rn_mul(root, root) : root; };
@@ -194,9 +194,9 @@ STATESTREAM_DEVICE float scaled_words_of(const float (&x)[kVector], bool stochas
   return float_of(bits);
 }
 
-// Words of numbers (of a root stream with scales: of their roots), to nearest or, of formats that take it, by `random`;
-// `nan` tells whether any may be NaN. All lanes of a warp come here together. Writes the block's scale and returns it,
-// where the format has one.
+// Encodes numbers into words; in a root stream with scales the numbers are roots. Rounds to nearest, or by `random`
+// where `stochastic` and the format allow it. `nan`: any of the numbers may be NaN. All lanes of a warp call it
+// together. In a scaled format it writes the block's scale and returns it.
 template <class Stream>
 STATESTREAM_DEVICE float words_of(int32_t format, const float (&x)[kVector], bool nan, bool stochastic,
                                   const PhiloxBlock &random, int lane, float *scale, uint32_t (&w)[kVector]) {
