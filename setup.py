@@ -28,10 +28,10 @@ CUDA_MODULE = "statestream._cuda"
 # Nothing may fuse that the source does not fuse: the bits are a contract (csrc/adam_rule.h).
 EXACT = ["-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing", "-Wall"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-Wno-maybe-uninitialized"]
-FORM_FLAGS = {
-    "form_avx2": ["-mavx2", "-mfma"],
-    "form_avx512": AVX512,
-    "form_avx512bf16": [*AVX512, "-mavx512bf16"],
+ISA_FLAGS = {
+    "isa_avx2": ["-mavx2", "-mfma"],
+    "isa_avx512": AVX512,
+    "isa_avx512bf16": [*AVX512, "-mavx512bf16"],
 }
 NVCC_EXACT = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"]
 
@@ -141,7 +141,7 @@ def find_toolkit() -> Toolkit | None:
 
 
 class BuildExt(build_ext):
-    """Gives each form of the CPU kernel its own instruction set, and nvcc its files."""
+    """Compiles the CPU kernels once for each instruction set, and nvcc's files by nvcc."""
 
     def run(self):
         # Not before: an sdist or the metadata must not ask for nvcc.
@@ -163,11 +163,11 @@ class BuildExt(build_ext):
     def build_extensions(self):
         compile_one = self.compiler._compile
 
-        def compile_with_form_flags(obj, src, ext, cc_args, extra_postargs, pp_opts):
-            extra = FORM_FLAGS.get(Path(src).stem, []) if platform.machine() in ("x86_64", "AMD64") else []
+        def compile_with_isa_flags(obj, src, ext, cc_args, extra_postargs, pp_opts):
+            extra = ISA_FLAGS.get(Path(src).stem, []) if platform.machine() in ("x86_64", "AMD64") else []
             compile_one(obj, src, ext, cc_args, [*extra_postargs, *extra], pp_opts)
 
-        self.compiler._compile = compile_with_form_flags
+        self.compiler._compile = compile_with_isa_flags
         super().build_extensions()
 
     def build_extension(self, ext):

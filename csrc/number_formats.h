@@ -18,43 +18,45 @@ namespace statestream {
 
 // What a tensor may be to an optimizer.
 enum FormatRole : int32_t { kParameter = 1, kGradient = 2, kMoment = 4, kMaster = 8 };
+constexpr int32_t kState = kMoment | kMaster, kAnyRole = kState | kParameter | kGradient;
 
-// The table of storage formats: name, code, bytes an element, whether payloads have a float32 scale for each block of
-// kScaleBlock elements (scaled_formats.h), roles. python/statestream/formats.py has the same.
+// How DLPack calls kinds of numbers.
+enum DlPackType : uint8_t { kDlInt = 0, kDlUint = 1, kDlFloat = 2, kDlBfloat = 4 };
+
+// The list of storage formats: name, code, DLPack's type of the tensor, bytes an element, whether payloads have a
+// float32 scale for each block of kScaleBlock elements, roles. python/statestream/formats.py has the same table.
+// A scaled format's conversions follow from its Payload (scaled_formats.h). Of another format a conversion is written
+// in cpu/generic_kernel.h and cuda/elements.cuh, and as VectorsOf where it is a state; without one nothing compiles.
 // A remainder is the low 16 bits of an FP32 master whose high half is the BF16 parameter.
-#define STATESTREAM_FORMATS(X)                                           \
-  X(kFloat32, 1, 4, false, kParameter | kGradient | kMoment | kMaster) \
-  X(kBFloat16, 2, 2, false, kParameter | kGradient | kMoment)          \
-  X(kRemainder, 3, 2, false, kMaster)                                  \
-  X(kFloat16, 4, 2, false, kParameter | kGradient)                     \
-  X(kScaledFloat16, 5, 2, true, kMoment | kMaster)                     \
-  X(kScaledFloat8, 6, 1, true, kMoment)
+#define STATESTREAM_FORMATS(X)                                                   \
+  X(kFloat32, 1, kDlFloat, 4, false, kParameter | kGradient | kMoment | kMaster) \
+  X(kBFloat16, 2, kDlBfloat, 2, false, kParameter | kGradient | kMoment)         \
+  X(kRemainder, 3, kDlInt, 2, false, kMaster)                                    \
+  X(kFloat16, 4, kDlFloat, 2, false, kParameter | kGradient)                     \
+  X(kScaledFloat16, 5, kDlFloat, 2, true, kMoment | kMaster)                     \
+  X(kScaledFloat8, 6, kDlUint, 1, true, kMoment)
 
 enum Format : int32_t {
   kNone = 0,
-#define STATESTREAM_ONE(name, code, bytes, scaled, roles) name = code,
+#define STATESTREAM_ONE(name, code, dlpack, bytes, scaled, roles) name = code,
   STATESTREAM_FORMATS(STATESTREAM_ONE)
 #undef STATESTREAM_ONE
+      kFormatCodes  // all are below
 };
-
-// Codes run from kNone to below this.
-#define STATESTREAM_ONE(name, code, bytes, scaled, roles) +1
-constexpr int32_t kFormatCodes = 1 STATESTREAM_FORMATS(STATESTREAM_ONE);
-#undef STATESTREAM_ONE
-#define STATESTREAM_ONE(name, code, bytes, scaled, roles) static_assert(code > 0 && code < kFormatCodes, #name);
+#define STATESTREAM_ONE(name, code, dlpack, bytes, scaled, roles) static_assert(code > 0 && code < kFormatCodes, #name);
 STATESTREAM_FORMATS(STATESTREAM_ONE)
 #undef STATESTREAM_ONE
 
 constexpr int64_t kScaleBlock = 256;
 
-STATESTREAM_HD bool is_scaled(int32_t format) {
-#define STATESTREAM_ONE(name, code, bytes, scaled, roles) || (scaled && format == name)
+STATESTREAM_HD constexpr bool is_scaled(int32_t format) {
+#define STATESTREAM_ONE(name, code, dlpack, bytes, scaled, roles) || (scaled && format == name)
   return false STATESTREAM_FORMATS(STATESTREAM_ONE);
 #undef STATESTREAM_ONE
 }
 
 STATESTREAM_HD bool has_role(int32_t format, FormatRole role) {
-#define STATESTREAM_ONE(name, code, bytes, scaled, roles) || (((roles) & role) && format == name)
+#define STATESTREAM_ONE(name, code, dlpack, bytes, scaled, roles) || (((roles) & role) && format == name)
   return false STATESTREAM_FORMATS(STATESTREAM_ONE);
 #undef STATESTREAM_ONE
 }
@@ -62,7 +64,7 @@ STATESTREAM_HD bool has_role(int32_t format, FormatRole role) {
 STATESTREAM_HD int64_t scale_blocks(int64_t numel) { return numel / kScaleBlock + (numel % kScaleBlock != 0); }
 
 STATESTREAM_HD bool has_bytes(int32_t format, int64_t wanted) {
-#define STATESTREAM_ONE(name, code, bytes, scaled, roles) || (bytes == wanted && format == name)
+#define STATESTREAM_ONE(name, code, dlpack, bytes, scaled, roles) || (bytes == wanted && format == name)
   return false STATESTREAM_FORMATS(STATESTREAM_ONE);
 #undef STATESTREAM_ONE
 }
@@ -70,6 +72,28 @@ STATESTREAM_HD bool has_bytes(int32_t format, int64_t wanted) {
 // Three comparisons: a case for each format makes the generic kernels longer.
 STATESTREAM_HD int64_t format_bytes(int32_t format) {
   return has_bytes(format, 1) ? 1 : has_bytes(format, 2) ? 2 : has_bytes(format, 4) ? 4 : 0;
+}
+
+// A format that is known to the compiler.
+template <int32_t kFormat>
+struct FormatTag {
+  static constexpr int32_t kCode = kFormat;
+};
+
+// Calls work(FormatTag) if the format has one of the roles, and returns whether it has. Remainders are left out: they
+// are numbers only together with their parameter. `work` is compiled for these formats and no others.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable  // `work` runs where the caller runs
+#endif
+template <int32_t kRoles, bool kOnlyScaled = false, class Work>
+STATESTREAM_HD bool with_format(int32_t format, const Work &work) {
+#define STATESTREAM_ONE(name, code, dlpack, bytes, scaled, roles)                            \
+  if constexpr (((roles) & kRoles) != 0 && name != kRemainder && (scaled || !kOnlyScaled)) { \
+    if (format == name) return work(FormatTag<name>()), true;                                \
+  }
+  STATESTREAM_FORMATS(STATESTREAM_ONE)
+#undef STATESTREAM_ONE
+  return false;
 }
 
 STATESTREAM_HD uint32_t bits_of(float x) {

@@ -11,7 +11,12 @@
 
 namespace statestream {
 
-struct Float16Payload {
+// Of each scaled format.
+template <int32_t kFormat>
+struct PayloadOf;
+
+template <>
+struct PayloadOf<kScaledFloat16> {
   using Type = uint16_t;
   static constexpr int kMantissaBits = 10, kBias = 15;
   static constexpr bool kHasInfinity = true;
@@ -23,7 +28,10 @@ struct Float16Payload {
   static constexpr int kLowestRootScale = 127 - 50, kHighestRootScale = 127 + 48;
 };
 
-struct Float8Payload {
+using Float16Payload = PayloadOf<kScaledFloat16>;
+
+template <>
+struct PayloadOf<kScaledFloat8> {
   using Type = uint8_t;
   static constexpr int kMantissaBits = 3, kBias = 7;
   static constexpr bool kHasInfinity = false;
@@ -32,10 +40,12 @@ struct Float8Payload {
   static constexpr int kLowestScale = 127 - 126, kHighestScale = 127 + 119;
   static constexpr int kLowestRootScale = 127 - 65, kHighestRootScale = 127 + 55;
 };
+using Float8Payload = PayloadOf<kScaledFloat8>;
 
 // What follows from a payload's widths.
 template <class Payload>
 struct PayloadBits {
+  static constexpr bool kIsFloat16 = sizeof(typename Payload::Type) == 2;  // FP16: a GPU converts it by itself
   static constexpr int kCut = 23 - Payload::kMantissaBits;  // FP32 mantissa bits that a normal payload has not
   static constexpr int kSignShift = 32 - 8 * (int)sizeof(typename Payload::Type);  // from the payload's sign to FP32's
   static constexpr uint32_t kRebias = (uint32_t)(127 - Payload::kBias) << 23;
@@ -65,7 +75,7 @@ STATESTREAM_HD float float32_of_float16(uint32_t half) {
 template <class Payload>
 STATESTREAM_HD uint32_t payload_nearest(uint32_t magnitude) {
 #if defined(__CUDA_ARCH__)
-  if (Payload::kHasInfinity) return float16_of_float32(magnitude);
+  if (PayloadBits<Payload>::kIsFloat16) return float16_of_float32(magnitude);
 #endif
   using Bits = PayloadBits<Payload>;
   const uint32_t half_less_one = (1u << (Bits::kCut - 1)) - 1;
@@ -96,16 +106,17 @@ STATESTREAM_HD uint32_t payload_stochastic(uint32_t magnitude, uint32_t random) 
 template <class Payload>
 STATESTREAM_HD float payload_load(uint32_t payload) {
   using Bits = PayloadBits<Payload>;
+  const uint32_t magnitude = payload & (Payload::kSign - 1);
+  const uint32_t sign = (payload & Payload::kSign) << Bits::kSignShift;
 #if defined(__CUDA_ARCH__)
-  if (Payload::kHasInfinity) return float32_of_float16(payload);
+  if (Bits::kIsFloat16) return float32_of_float16(payload);
   // Exponent bits as FP32's, a denormal as one there too: exact, and not slow on a GPU. NaN is then beyond the largest.
   const int32_t spread = (int32_t)(payload << Bits::kSignShift) >> (Bits::kSignShift - Bits::kCut);
   const uint32_t bits = (uint32_t)spread & (0x80000000u | (Payload::kSign - 1) << Bits::kCut);
   const float number = rn_mul(float_of(bits), float_of((uint32_t)(254 - Payload::kBias) << 23));
+  if (Payload::kHasInfinity && magnitude == Payload::kInfinity) return float_of(sign | 0x7f800000u);
   return fabsf(number) > float_of(Payload::kLargest) ? float_of(kQuietNan) : number;
 #else
-  const uint32_t magnitude = payload & (Payload::kSign - 1);
-  const uint32_t sign = (payload & Payload::kSign) << Bits::kSignShift;
   const uint32_t normal = (magnitude << Bits::kCut) + Bits::kRebias;
   const uint32_t denormal = bits_of(rn_mul((float)(int32_t)magnitude, float_of(Bits::kUnit)));
   const uint32_t finite = select_bits(magnitude < 1u << Payload::kMantissaBits, denormal, normal);

@@ -18,7 +18,7 @@ inline pybind11::tuple format_table() {
     rows.append(pybind11::make_tuple(name, code, bytes, scaled, bool(roles & kParameter), bool(roles & kGradient),
                                      bool(roles & kMoment), bool(roles & kMaster)));
   };
-#define STATESTREAM_ONE(name, code, bytes, scaled, roles) add(#name, code, bytes, scaled, roles);
+#define STATESTREAM_ONE(name, code, dlpack, bytes, scaled, roles) add(#name, code, bytes, scaled, roles);
   STATESTREAM_FORMATS(STATESTREAM_ONE)
 #undef STATESTREAM_ONE
   return rows;
@@ -48,6 +48,12 @@ inline void check_address(int64_t row, const char *what, uint64_t address, int64
   if ((uint64_t)numel > kAddressSpaceBytes ||
       (uint64_t)numel * (uint64_t)bytes > std::min(kAddressSpaceBytes, UINT64_MAX - address))
     throw std::invalid_argument(row_error(row, what, "runs past the end of the address space"));
+}
+
+inline void check_slice(uint64_t from, int64_t from_bytes, uint64_t to, int64_t to_bytes, int64_t n) {
+  if (n < 0) throw std::invalid_argument("n is negative");
+  check_address(0, "source", from, n, from_bytes);
+  check_address(0, "destination", to, n, to_bytes);
 }
 
 // An empty buffer may be anywhere: nothing is read there.

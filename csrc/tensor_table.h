@@ -16,6 +16,11 @@ struct TensorRow {
 };
 static_assert(sizeof(TensorRow) == 64, "statestream.kernels writes eight words a row");
 
+// Adds one to each row's step counter in host memory, rows without elements included.
+inline void advance_host_steps(const TensorRow *rows, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) *(float *)rows[i].step += 1.0f;
+}
+
 // What a row needs besides, where a format has scales or bits are random: twelve 64-bit words, in a table
 // of their own.
 //
@@ -81,13 +86,16 @@ struct TableFormats {
   int32_t param, grad, exp_avg, exp_avg_sq, master;
 };
 
+// An FP32 parameter is its own master, and remainders are of BF16 ones.
+STATESTREAM_HD bool is_master_of(int32_t param, int32_t master) {
+  if (master == kRemainder) return param == kBFloat16;
+  return has_role(param, kParameter) && param != kFloat32 && has_role(master, kMaster);
+}
+
 // The combinations that there are kernels for, on every device; nothing else is refused for its formats.
 STATESTREAM_HD bool has_kernel(const TableFormats &f) {
-  // An FP32 parameter is its own master, and remainders are of BF16 ones.
-  const bool master = f.master == kRemainder ? f.param == kBFloat16
-                                             : has_role(f.master, kMaster) && f.param != kFloat32;
-  return has_role(f.param, kParameter) && (f.master == kNone || master) && has_role(f.grad, kGradient) &&
-         has_role(f.exp_avg, kMoment) && has_role(f.exp_avg_sq, kMoment);
+  return has_role(f.param, kParameter) && (f.master == kNone || is_master_of(f.param, f.master)) &&
+         has_role(f.grad, kGradient) && has_role(f.exp_avg, kMoment) && has_role(f.exp_avg_sq, kMoment);
 }
 
 // Bits of the `stochastic` argument, and the number of a tensor in its random key.
@@ -95,7 +103,7 @@ enum StochasticTensor : int32_t { kExpAvgBits = 0, kExpAvgSqBits = 1, kParamBits
 
 // Whether each flag is of a tensor that is rounded and takes it.
 STATESTREAM_HD bool takes_stochastic(const TableFormats &f, int32_t flags) {
-  const auto is_rounded = [](int32_t format) { return format == kBFloat16 || is_scaled(format); };
+  const auto is_rounded = [](int32_t format) { return has_role(format, kMoment) && format_bytes(format) < 4; };
   return flags >= 0 && flags < 8 && (!(flags >> kExpAvgBits & 1) || is_rounded(f.exp_avg)) &&
          (!(flags >> kExpAvgSqBits & 1) || is_rounded(f.exp_avg_sq)) &&
          (!(flags >> kParamBits & 1) || (f.param == kBFloat16 && f.master == kNone));

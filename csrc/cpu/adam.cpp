@@ -19,15 +19,11 @@ int64_t chunk_elements(int64_t elements, int threads) {
 
 }  // namespace
 
-void advance_steps(const TensorRow *rows, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) *(float *)rows[i].step += 1.0f;
-}
-
-void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
+void adam(const Isa &isa, const TableFormats &formats, const TensorRow *rows, int64_t n, const AdamOptions &options,
           double grad_scale, int threads, const CallExtras &extras) {
   // The scalars too: a denormal eps would be flushed, and lr / bc1 rounded as the caller rounds.
   const DefaultFloatingPoint environment;
-  const AdamRange hot = extras.stochastic ? nullptr : form.adam(formats);
+  const AdamRange hot = extras.stochastic ? nullptr : isa.adam(formats);
   const GenericCall call{formats, extras.seed, extras.stochastic};
   int64_t elements = 0;
   for (int64_t i = 0; i < n; ++i) elements += rows[i].numel;
@@ -49,7 +45,7 @@ void adam(const Form &form, const TableFormats &formats, const TensorRow *rows, 
     if (hot)
       hot(rows[i], scalars[i], begin, end);
     else
-      form.generic(call, rows[i], extras.rows ? extras.rows + i : nullptr, scalars[i], begin, end);
+      isa.generic(call, rows[i], extras.rows ? extras.rows + i : nullptr, scalars[i], begin, end);
   };
   if (threads <= 1) {
     parallel_for(n, 1, [&](int64_t i) { update(i, 0, rows[i].numel); });

@@ -1,14 +1,14 @@
-// Blocks of 256 FP32 numbers from and to the formats that form_kernels.h has no vectors for. The loops are
+// Blocks of 256 FP32 numbers from and to the formats that isa_kernels.h has no vectors for. The loops are
 // of scalar functions, written so that the compiler makes vectors of them.
 #pragma once
 #include "../random_bits.h"
 #include "../scaled_formats.h"
-#include "form_kernels.h"
+#include "isa_kernels.h"
 
 namespace {
 
 using statestream::Float16Payload;
-using statestream::Float8Payload;
+using statestream::PayloadOf;
 
 constexpr int kBlock = (int)statestream::kScaleBlock;
 static_assert(kBlock % kWidth == 0, "a block is whole vectors");
@@ -44,22 +44,6 @@ void store_payloads(const float *x, const uint16_t *random, void *to, float *sca
     for (int i = 0; i < kBlock; ++i)
       payload[i] = (typename Payload::Type)(kRoot ? statestream::root_payload_store<Payload, false>(x[i], inverse, 0)
                                                   : statestream::payload_store<Payload, false>(x[i], inverse, 0));
-}
-
-template <bool kRoot>
-void load_scaled(int32_t format, const void *from, float scale, float *to) {
-  if (format == statestream::kScaledFloat8)
-    load_payloads<Float8Payload, kRoot>(from, scale, to);
-  else
-    load_payloads<Float16Payload, kRoot>(from, scale, to);
-}
-
-template <bool kRoot>
-void store_scaled(int32_t format, const float *x, const uint16_t *random, void *to, float *scale) {
-  if (format == statestream::kScaledFloat8)
-    store_payloads<Float8Payload, kRoot>(x, random, to, scale);
-  else
-    store_payloads<Float16Payload, kRoot>(x, random, to, scale);
 }
 
 void store_float16(const float *x, uint16_t *to) {

@@ -37,9 +37,9 @@ void past_cache(int64_t bytes, char *to, int64_t begin, int64_t end, const Conve
 
 }  // namespace
 
-void decode(const Form &form, int32_t format, const void *from, float *to, int64_t n, int threads, const float *scale,
+void decode(const Isa &isa, int32_t format, const void *from, float *to, int64_t n, int threads, const float *scale,
             bool root) {
-  const DecodeRange range = form.decode(format, root);
+  const DecodeRange range = isa.decode(format, root);
   const int64_t bytes = format_bytes(format);
   over_chunks(n, threads, [&](int64_t begin, int64_t end) {
     if (n < kPastCacheElements) return range(from, scale, to, begin, end);
@@ -50,9 +50,9 @@ void decode(const Form &form, int32_t format, const void *from, float *to, int64
   });
 }
 
-void encode(const Form &form, int32_t format, const float *from, void *to, int64_t n, int threads, float *scale,
+void encode(const Isa &isa, int32_t format, const float *from, void *to, int64_t n, int threads, float *scale,
             bool root) {
-  const EncodeRange range = form.encode(format, root);
+  const EncodeRange range = isa.encode(format, root);
   const int64_t bytes = format_bytes(format);
   over_chunks(n, threads, [&](int64_t begin, int64_t end) {
     if (n < kPastCacheElements) return range(from, to, scale, begin, end);
@@ -62,9 +62,9 @@ void encode(const Form &form, int32_t format, const float *from, void *to, int64
   });
 }
 
-void refresh_master(const Form &form, const void *weight, void *master, int64_t n, int threads, int32_t param_format,
+void refresh_master(const Isa &isa, const void *weight, void *master, int64_t n, int threads, int32_t param_format,
                     int32_t master_format, float *scale) {
-  const RefreshRange range = form.refresh(param_format, master_format);
+  const RefreshRange range = isa.refresh(param_format, master_format);
   over_chunks(n, threads, [&](int64_t begin, int64_t end) { range(weight, master, scale, begin, end); });
 }
 

@@ -1,10 +1,10 @@
-// States from and to FP32, and masters from changed weights, over whichever Vector the including file chose.
+// Converts states from and to FP32, and sets masters to changed weights, with the Vector that the including file chose.
 #pragma once
 #include "block_formats.h"
 
 namespace {
 
-// Formats that form_kernels.h has vectors for ------------------------------------------------------------
+// Formats that isa_kernels.h has vectors for ------------------------------------------------------------
 
 template <class From, class To>
 void convert_range(const typename From::Type *from, typename To::Type *to, int64_t begin, int64_t end) {
@@ -68,86 +68,74 @@ void encode_scaled_range(const float *from, void *to, float *scale, int64_t begi
 }
 
 statestream::DecodeRange choose_decode(int32_t format, bool root) {
-  switch (format) {
-    case statestream::kFloat32: return root ? nullptr : decode_range<Float32>;
-    case statestream::kBFloat16: return root ? nullptr : decode_range<BFloat16>;
-    case statestream::kScaledFloat16:
-      return root ? decode_scaled_range<Float16Payload, true> : decode_scaled_range<Float16Payload, false>;
-    case statestream::kScaledFloat8:
-      return root ? decode_scaled_range<Float8Payload, true> : decode_scaled_range<Float8Payload, false>;
-    default: return nullptr;
-  }
+  statestream::DecodeRange chosen = nullptr;
+  with_format<statestream::kState>(format, [&](auto f) {
+    if constexpr (statestream::is_scaled(f.kCode))
+      chosen = root ? decode_scaled_range<PayloadOf<f.kCode>, true> : decode_scaled_range<PayloadOf<f.kCode>, false>;
+    else
+      chosen = root ? nullptr : decode_range<VectorsOf<f.kCode>>;
+  });
+  return chosen;
 }
 
 statestream::EncodeRange choose_encode(int32_t format, bool root) {
-  switch (format) {
-    case statestream::kFloat32: return root ? nullptr : encode_range<Float32>;
-    case statestream::kBFloat16: return root ? nullptr : encode_range<BFloat16>;
-    case statestream::kScaledFloat16:
-      return root ? encode_scaled_range<Float16Payload, true> : encode_scaled_range<Float16Payload, false>;
-    case statestream::kScaledFloat8:
-      return root ? encode_scaled_range<Float8Payload, true> : encode_scaled_range<Float8Payload, false>;
-    default: return nullptr;
-  }
+  statestream::EncodeRange chosen = nullptr;
+  with_format<statestream::kState>(format, [&](auto f) {
+    if constexpr (statestream::is_scaled(f.kCode))
+      chosen = root ? encode_scaled_range<PayloadOf<f.kCode>, true> : encode_scaled_range<PayloadOf<f.kCode>, false>;
+    else
+      chosen = root ? nullptr : encode_range<VectorsOf<f.kCode>>;
+  });
+  return chosen;
 }
 
 // Masters --------------------------------------------------------------------------------------------------
 
-struct BFloat16Weight {
-  STATESTREAM_INLINE static float load(uint16_t w) { return statestream::bfloat16_load(w); }
-  STATESTREAM_INLINE static uint16_t store(float x) { return statestream::bfloat16_store_bits(x); }
-};
-
-struct Float16Weight {
-  STATESTREAM_INLINE static float load(uint16_t w) {
-    return statestream::float_of(statestream::float32_store_bits(statestream::float16_load(w)));
-  }
-  STATESTREAM_INLINE static uint16_t store(float x) { return statestream::float16_store_bits(x); }
-};
-
-// Whether any master was not the weight's, and now is.
-template <class Weight>
+// Sets each master that does not round to its weight to the weight. Returns whether there was one.
+template <int32_t kParam>
 bool refresh_float32(const uint16_t *weight, float *master, int64_t n) {
+  constexpr bool kIsBFloat16 = kParam == statestream::kBFloat16;
+  static_assert(kIsBFloat16 || kParam == statestream::kFloat16);
   bool changed = false;
-  for (int64_t i = 0; i < n; ++i)
-    if (Weight::store(master[i]) != weight[i]) {
-      master[i] = Weight::load(weight[i]);
-      changed = true;
-    }
+  for (int64_t i = 0; i < n; ++i) {
+    const float x = master[i];
+    if ((kIsBFloat16 ? statestream::bfloat16_store_bits(x) : statestream::float16_store_bits(x)) == weight[i]) continue;
+    const uint16_t w = weight[i];
+    master[i] = kIsBFloat16 ? statestream::bfloat16_load(w)
+                            : statestream::float_of(statestream::float32_store_bits(statestream::float16_load(w)));
+    changed = true;
+  }
   return changed;
 }
 
-template <class Weight>
+template <int32_t kParam>
 void refresh_range(const void *weight, void *master, float *, int64_t begin, int64_t end) {
-  refresh_float32<Weight>((const uint16_t *)weight + begin, (float *)master + begin, end - begin);
+  refresh_float32<kParam>((const uint16_t *)weight + begin, (float *)master + begin, end - begin);
 }
 
-template <class Weight>
+template <int32_t kParam, class Payload>
 void refresh_scaled_range(const void *weight, void *master, float *scale, int64_t begin, int64_t end) {
-  auto *payload = (uint16_t *)master;
+  auto *payload = (typename Payload::Type *)master;
   over_blocks(begin, end, [&](int64_t i, int64_t n) {
     float x[kBlock];
-    decode_scaled_range<Float16Payload, false>(payload + i, scale + i / kBlock, x, 0, n);
-    if (refresh_float32<Weight>((const uint16_t *)weight + i, x, n))
-      encode_scaled_range<Float16Payload, false>(x, payload + i, scale + i / kBlock, 0, n);
+    decode_scaled_range<Payload, false>(payload + i, scale + i / kBlock, x, 0, n);
+    if (refresh_float32<kParam>((const uint16_t *)weight + i, x, n))
+      encode_scaled_range<Payload, false>(x, payload + i, scale + i / kBlock, 0, n);
   });
 }
 
-template <class Weight>
-statestream::RefreshRange choose_refresh_of(int32_t master) {
-  switch (master) {
-    case statestream::kFloat32: return refresh_range<Weight>;
-    case statestream::kScaledFloat16: return refresh_scaled_range<Weight>;
-    default: return nullptr;
-  }
-}
-
 statestream::RefreshRange choose_refresh(int32_t param, int32_t master) {
-  switch (param) {
-    case statestream::kBFloat16: return choose_refresh_of<BFloat16Weight>(master);
-    case statestream::kFloat16: return choose_refresh_of<Float16Weight>(master);
-    default: return nullptr;
-  }
+  statestream::RefreshRange chosen = nullptr;
+  if (!statestream::is_master_of(param, master)) return chosen;
+  with_format<statestream::kParameter>(param, [&](auto p) {
+    with_format<statestream::kMaster>(master, [&](auto m) {
+      if constexpr (p.kCode != statestream::kFloat32 && statestream::is_scaled(m.kCode))
+        chosen = refresh_scaled_range<p.kCode, PayloadOf<m.kCode>>;
+      else if constexpr (p.kCode != statestream::kFloat32)
+        chosen = refresh_range<p.kCode>;
+    });
+  });
+  return chosen;
 }
 
 }  // namespace

@@ -31,24 +31,15 @@ struct DlExchangeApi {
 };
 
 constexpr int32_t kDlCpu = 1;
-constexpr uint8_t kDlInt = 0, kDlUint = 1, kDlFloat = 2, kDlBfloat = 4;
 
-// Of a parameter, a gradient or a counter.
-int32_t format_of(const DlTensor &t) {
+// The format of a tensor that has one of the roles; kNone where there is none.
+int32_t format_of(const DlTensor &t, int32_t wanted = kParameter | kGradient) {
   if (t.type_lanes != 1) return kNone;
-  if (t.type_code == kDlFloat && t.type_bits == 32) return kFloat32;
-  if (t.type_code == kDlBfloat && t.type_bits == 16) return kBFloat16;
-  if (t.type_code == kDlFloat && t.type_bits == 16) return kFloat16;
+#define STATESTREAM_ONE(name, code, dlpack, bytes, scaled, roles) \
+  if (((roles) & wanted) && t.type_code == dlpack && t.type_bits == 8 * bytes) return name;
+  STATESTREAM_FORMATS(STATESTREAM_ONE)
+#undef STATESTREAM_ONE
   return kNone;
-}
-
-// Of a moment or a master.
-int32_t state_format_of(const DlTensor &t) {
-  if (t.type_lanes != 1) return kNone;
-  if (t.type_code == kDlFloat && t.type_bits == 16) return kScaledFloat16;
-  if (t.type_code == kDlUint && t.type_bits == 8) return kScaledFloat8;
-  if (t.type_code == kDlInt && t.type_bits == 16) return kRemainder;
-  return format_of(t);
 }
 
 uint64_t address_of(const DlTensor &t) { return (uint64_t)t.data + t.byte_offset; }
@@ -271,7 +262,7 @@ class Gatherer {
   }
 
   bool read_state(const py::object &state, const DlTensor &param, int32_t format, DlTensor *out) {
-    return read(state, out) && state_format_of(*out) == format && same_shape_contiguous_and_place(param, *out);
+    return read(state, out) && format_of(*out, kState) == format && same_shape_contiguous_and_place(param, *out);
   }
 
   bool read_scale(PyObject *scales, const py::str &name, int32_t format, const DlTensor &param, uint64_t *address) {
@@ -290,7 +281,6 @@ class Gatherer {
     if (!negated) throw py::error_already_set();
     return negated.ptr() == Py_True;
   }
-
 
   bool step_place_is_right(const DlTensor &step, const DlTensor &param) const {
     if (!expected_.step_on_device) return step.device_type == kDlCpu;

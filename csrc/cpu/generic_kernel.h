@@ -1,5 +1,5 @@
-// One kernel for every combination of formats that form_kernels.h has none for, and for random rounding: a
-// block of 256 elements at a time through FP32 on the stack, by the same update over the same Vector.
+// One kernel for random rounding, and for every combination of formats that isa_kernels.h has no kernel for. It decodes
+// a block of 256 elements to FP32 on the stack, updates it as the other kernels do, and encodes it.
 #pragma once
 #include "block_formats.h"
 #include "random_runs.h"
@@ -23,31 +23,37 @@ struct GenericKernel {
   // Where a block's FP32 numbers are: in place, or decoded into `scratch`.
   template <bool kRoot = false>
   static float *loaded(int32_t format, char *from, const float *scale, float *scratch) {
-    switch (format) {
-      case statestream::kFloat32: return (float *)from;
-      case statestream::kBFloat16:
+    float *x = scratch;
+    with_format<statestream::kAnyRole>(format, [&](auto f) {
+      if constexpr (statestream::is_scaled(f.kCode)) {
+        load_payloads<PayloadOf<f.kCode>, kRoot>(from, *scale, scratch);
+      } else if constexpr (f.kCode == statestream::kFloat16) {
+        load_payloads<Float16Payload, false>(from, 1.0f, scratch);
+      } else if constexpr (f.kCode == statestream::kBFloat16) {
         for (int i = 0; i < kBlock; i += kWidth) store_float32(scratch + i, load_bfloat16((uint16_t *)from + i));
-        break;
-      case statestream::kFloat16: load_payloads<Float16Payload, false>(from, 1.0f, scratch); break;
-      default: load_scaled<kRoot>(format, from, *scale, scratch);
-    }
-    return scratch;
+      } else {
+        static_assert(f.kCode == statestream::kFloat32);
+        x = (float *)from;
+      }
+    });
+    return x;
   }
 
-  // From where `loaded` put them.
+  // Stores the numbers from where `loaded` put them.
   template <bool kRoot = false>
   static void store(int32_t format, const float *x, const uint16_t *random, char *to, float *scale) {
-    switch (format) {
-      case statestream::kFloat32: break;
-      case statestream::kBFloat16:
-        if (random)
-          store_bfloat16_randomly(x, random, (uint16_t *)to);
-        else
-          for (int i = 0; i < kBlock; i += kWidth) store_bfloat16((uint16_t *)to + i, load_float32(x + i));
-        break;
-      case statestream::kFloat16: store_float16(x, (uint16_t *)to); break;
-      default: store_scaled<kRoot>(format, x, random, to, scale);
-    }
+    with_format<statestream::kAnyRole>(format, [&](auto f) {
+      if constexpr (statestream::is_scaled(f.kCode)) {
+        store_payloads<PayloadOf<f.kCode>, kRoot>(x, random, to, scale);
+      } else if constexpr (f.kCode == statestream::kFloat16) {
+        store_float16(x, (uint16_t *)to);
+      } else if constexpr (f.kCode == statestream::kBFloat16) {
+        if (random) return store_bfloat16_randomly(x, random, (uint16_t *)to);
+        for (int i = 0; i < kBlock; i += kWidth) store_bfloat16((uint16_t *)to + i, load_float32(x + i));
+      } else {
+        static_assert(f.kCode == statestream::kFloat32);
+      }
+    });
   }
 
   static float *loaded_weight(const TableFormats &f, const BlockStreams &a, float *scratch) {
@@ -66,7 +72,7 @@ struct GenericKernel {
     }
     if (f.master != statestream::kNone) store(f.master, p, nullptr, a.master, a.master_scale);
     // The parameter is its master as stored, rounded: one that is not was written from outside.
-    if (statestream::is_scaled(f.master)) load_scaled<false>(f.master, a.master, *a.master_scale, p);
+    if (statestream::is_scaled(f.master)) loaded(f.master, a.master, a.master_scale, p);
     store(f.param, p, random, a.param, nullptr);
   }
 
@@ -97,12 +103,8 @@ struct GenericKernel {
     const int32_t formats[] = {f.param, f.exp_avg, f.exp_avg_sq, f.master, f.grad};
     for (int k = 0; k < 5; ++k)
       if (formats[k] != statestream::kNone) memcpy(padded[k], streams[k], n * statestream::format_bytes(formats[k]));
-    BlockStreams copies = a;
-    copies.param = padded[0];
-    copies.exp_avg = padded[1];
-    copies.exp_avg_sq = padded[2];
-    copies.master = padded[3];
-    copies.grad = padded[4];
+    const BlockStreams copies{padded[0], padded[4],       padded[1],          padded[2],
+                              padded[3], a.exp_avg_scale, a.exp_avg_sq_scale, a.master_scale};
     update_block(f, copies, random, s);
     for (int k = 0; k < 4; ++k)
       if (formats[k] != statestream::kNone) memcpy(streams[k], padded[k], n * statestream::format_bytes(formats[k]));

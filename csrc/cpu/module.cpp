@@ -15,27 +15,22 @@ using namespace statestream;
 
 namespace {
 
-std::atomic<const Form *> current_form;
+std::atomic<const Isa *> current_isa;
 
-std::vector<std::string> form_names() {
-  int count;
-  const Form *const *forms = supported_forms(&count);
+std::vector<std::string> isa_names() {
   std::vector<std::string> names;
-  for (int i = 0; i < count; ++i) names.push_back(forms[i]->name);
+  for (const Isa *isa : supported_isas()) names.push_back(isa->name);
   return names;
 }
 
-void use_form(const std::string &name) {
-  int count;
-  const Form *const *forms = supported_forms(&count);
-  for (int i = 0; i < count; ++i)
-    if (forms[i]->name == name) {
-      current_form = forms[i];
-      return;
-    }
+void use_isa(const std::string &name) {
   std::string known;
-  for (const std::string &n : form_names()) known += (known.empty() ? "" : ", ") + n;
-  throw std::invalid_argument("form '" + name + "' is not one that this processor runs; choose from " + known);
+  for (const Isa *isa : supported_isas()) {
+    if (isa->name == name) return current_isa.store(isa);
+    known += (known.empty() ? "" : ", ") + std::string(isa->name);
+  }
+  throw std::invalid_argument("'" + name + "' is not an instruction set that this processor runs; choose from " +
+                              known);
 }
 
 int checked_threads(int threads) {
@@ -49,22 +44,16 @@ Function known(Function function) {
   return function;
 }
 
-void check_slice(uint64_t from, int64_t from_bytes, uint64_t to, int64_t to_bytes, int64_t n) {
-  if (n < 0) throw std::invalid_argument("n is negative");
-  check_address(0, "source", from, n, from_bytes);
-  check_address(0, "destination", to, n, to_bytes);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of statestream; use statestream.kernels";
   m.attr("FORMATS") = format_table();
-  use_form(form_names().front());
+  current_isa = supported_isas().front();
 
-  m.def("forms", form_names, "Forms of the kernels that this processor runs, best first.");
-  m.def("form", [] { return current_form.load()->name; });
-  m.def("use_form", use_form, py::arg("name"));
+  m.def("isas", isa_names, "Instruction sets that the kernels have and this processor runs, best first.");
+  m.def("isa", [] { return current_isa.load()->name; });
+  m.def("use_isa", use_isa, py::arg("name"));
 
   m.def("has_adam", [](const py::tuple &formats) { return has_kernel(formats_from(formats)); }, py::arg("formats"));
 
@@ -80,11 +69,11 @@ PYBIND11_MODULE(_cpu, m) {
         if (extras) add_extras(table, extras_info);
         check_stochastic(table, stochastic);
         checked_threads(threads);
-        const Form &form = *current_form.load();
+        const Isa &isa = *current_isa.load();
         const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction, maximize};
         py::gil_scoped_release nogil;
-        if (advance) advance_steps(table.rows, table.n);
-        adam(form, table.formats, table.rows, table.n, options, grad_scale, threads, {table.extras, seed, stochastic});
+        if (advance) advance_host_steps(table.rows, table.n);
+        adam(isa, table.formats, table.rows, table.n, options, grad_scale, threads, {table.extras, seed, stochastic});
       },
       py::arg("rows"), py::arg("formats"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
       py::arg("eps"), py::arg("weight_decay"), py::arg("decoupled"), py::arg("bias_correction"), py::arg("maximize"),
@@ -97,13 +86,13 @@ PYBIND11_MODULE(_cpu, m) {
   m.def(
       "decode",
       [](int32_t format, uint64_t from, uint64_t to, int64_t n, int threads, uint64_t scale, bool root) {
-        const Form &form = *current_form.load();
-        known(form.decode(format, root));
+        const Isa &isa = *current_isa.load();
+        known(isa.decode(format, root));
         check_slice(from, format_bytes(format), to, 4, n);
         check_scale(0, "scale", format, scale, n);
         checked_threads(threads);
         py::gil_scoped_release nogil;
-        decode(form, format, (const void *)from, (float *)to, n, threads, (const float *)scale, root);
+        decode(isa, format, (const void *)from, (float *)to, n, threads, (const float *)scale, root);
       },
       py::arg("format"), py::arg("source"), py::arg("destination"), py::arg("n"), py::arg("threads"),
       py::arg("scale") = 0, py::arg("root") = false,
@@ -113,13 +102,13 @@ PYBIND11_MODULE(_cpu, m) {
   m.def(
       "encode",
       [](int32_t format, uint64_t from, uint64_t to, int64_t n, int threads, uint64_t scale, bool root) {
-        const Form &form = *current_form.load();
-        known(form.encode(format, root));
+        const Isa &isa = *current_isa.load();
+        known(isa.encode(format, root));
         check_slice(from, 4, to, format_bytes(format), n);
         check_scale(0, "scale", format, scale, n);
         checked_threads(threads);
         py::gil_scoped_release nogil;
-        encode(form, format, (const float *)from, (void *)to, n, threads, (float *)scale, root);
+        encode(isa, format, (const float *)from, (void *)to, n, threads, (float *)scale, root);
       },
       py::arg("format"), py::arg("source"), py::arg("destination"), py::arg("n"), py::arg("threads"),
       py::arg("scale") = 0, py::arg("root") = false,
@@ -129,13 +118,13 @@ PYBIND11_MODULE(_cpu, m) {
       "refresh_master",
       [](uint64_t weight, uint64_t master, int64_t n, int threads, int32_t param_format, int32_t master_format,
          uint64_t scale) {
-        const Form &form = *current_form.load();
-        known(form.refresh(param_format, master_format));
+        const Isa &isa = *current_isa.load();
+        known(isa.refresh(param_format, master_format));
         check_slice(weight, format_bytes(param_format), master, format_bytes(master_format), n);
         check_scale(0, "scale", master_format, scale, n);
         checked_threads(threads);
         py::gil_scoped_release nogil;
-        refresh_master(form, (const void *)weight, (void *)master, n, threads, param_format, master_format,
+        refresh_master(isa, (const void *)weight, (void *)master, n, threads, param_format, master_format,
                        (float *)scale);
       },
       py::arg("weight"), py::arg("master"), py::arg("n"), py::arg("threads"),
@@ -146,7 +135,8 @@ PYBIND11_MODULE(_cpu, m) {
       "gather",
       [](const py::capsule &exchange, const py::list &params, const py::str &grad_name, const py::object &states,
          const py::tuple &plain_types, const py::object &sharded_type, const py::dict &scales, int32_t exp_avg,
-         int32_t exp_avg_sq, const std::map<int32_t, int32_t> &masters, bool step_on_device, bool extras, int64_t first_ordinal) {
+         int32_t exp_avg_sq, const std::map<int32_t, int32_t> &masters, bool step_on_device, bool extras,
+         int64_t first_ordinal) {
         if (!sharded_type.is_none() && !PyType_Check(sharded_type.ptr()))
           throw py::type_error("sharded_type: expected a class or None");
         auto *sharded = sharded_type.is_none() ? nullptr : (PyTypeObject *)sharded_type.ptr();

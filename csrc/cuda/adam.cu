@@ -114,10 +114,6 @@ bool is_generic(const TableFormats &formats, const CallExtras &extras) {
 
 const RowExtras *extras_of(const CallExtras &extras, int64_t i) { return extras.rows ? extras.rows + i : nullptr; }
 
-void advance_in_host_memory(const TensorRow *rows, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) *(float *)rows[i].step += 1.0f;
-}
-
 void launch_steps(StepParameters &a, const Place &place) {
   launch(step_kernel, chunks_of(a.steps, kThreads), kThreads, a, place);
 }
@@ -152,13 +148,13 @@ void adam(const TableFormats &formats, const TensorRow *rows, int64_t n, const A
   set_device(place.device);
   if (is_generic(formats, extras)) {
     GenericBatch batch(formats, options, 0, extras, place);
-    if (advance) advance_in_host_memory(rows, n);
+    if (advance) advance_host_steps(rows, n);
     for (int64_t i = 0; i < n; ++i)
       if (rows[i].numel) batch.add(rows[i], extras_of(extras, i), *(const float *)rows[i].step, grad_scale);
     return batch.flush();
   }
   Batch batch(formats, options, 0, place);
-  if (advance) advance_in_host_memory(rows, n);
+  if (advance) advance_host_steps(rows, n);
   for (int64_t i = 0; i < n; ++i)
     if (rows[i].numel) batch.add(rows[i], *(const float *)rows[i].step, grad_scale);
   batch.flush();

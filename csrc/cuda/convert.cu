@@ -1,4 +1,4 @@
-// Slices of state to FP32 and back, for export and load; masters from changed weights.
+// Converts slices of state to FP32 and back, for export and load, and sets masters to changed weights.
 #include "generic.h"
 #include "launch.h"
 #include "vectors.cuh"
@@ -84,30 +84,29 @@ void convert(const void *from, void *to, int64_t n, const Place &place) {
 }  // namespace
 
 bool has_format(int32_t format, bool root) {
-  return is_scaled(format) || (!root && (format == kFloat32 || format == kBFloat16));
+  return with_format<kState>(format, [](auto) {}) && (is_scaled(format) || !root);
 }
 
 void decode(int32_t format, const void *from, float *to, int64_t n, const Place &place, uint64_t scale, bool root) {
-  switch (format) {
-    case kFloat32: return convert<Convert<Float32, Float32>>(from, to, n, place);
-    case kBFloat16: return convert<Convert<BFloat16, Float32>>(from, to, n, place);
-    default:
+  with_format<kState>(format, [&](auto f) {
+    if constexpr (is_scaled(f.kCode))
       generic_convert({(uint64_t)from, (uint64_t)to, scale, GenericConversion::kDecode, format, kNone, root}, n, place);
-  }
+    else
+      convert<Convert<VectorsOf<f.kCode>, Float32>>(from, to, n, place);
+  });
 }
 
 void encode(int32_t format, const float *from, void *to, int64_t n, const Place &place, uint64_t scale, bool root) {
-  switch (format) {
-    case kFloat32: return convert<Convert<Float32, Float32>>(from, to, n, place);
-    case kBFloat16: return convert<Convert<Float32, BFloat16>>(from, to, n, place);
-    default:
+  with_format<kState>(format, [&](auto f) {
+    if constexpr (is_scaled(f.kCode))
       generic_convert({(uint64_t)from, (uint64_t)to, scale, GenericConversion::kEncode, format, kNone, root}, n, place);
-  }
+    else
+      convert<Convert<Float32, VectorsOf<f.kCode>>>(from, to, n, place);
+  });
 }
 
 bool has_master(int32_t param_format, int32_t master_format) {
-  return (param_format == kBFloat16 || param_format == kFloat16) &&
-         (master_format == kFloat32 || master_format == kScaledFloat16);
+  return master_format != kRemainder && is_master_of(param_format, master_format);
 }
 
 void refresh_master(const void *weight, void *master, int64_t n, const Place &place, int32_t param_format,

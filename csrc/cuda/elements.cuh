@@ -72,21 +72,21 @@ STATESTREAM_DEVICE void store_format(int32_t format, uint64_t address, int64_t i
   }
 }
 
-// The formats that a stream may have: no code is made for others.
-template <bool kIsRoot, int32_t... kFormats>
+// What a stream may hold: no code is made for formats of other roles. kRoot: a format that has scales holds roots.
+template <int32_t kIsRoles, bool kIsRoot = false, bool kIsScaled = false>
 struct Stream {
   static constexpr bool kRoot = kIsRoot;
-  STATESTREAM_DEVICE static bool is(int32_t format, int32_t which) {
-    return ((which == kFormats) || ...) && format == which;
+  template <class Work>
+  STATESTREAM_DEVICE static bool with(int32_t format, const Work &work) {
+    return with_format<kIsRoles, kIsScaled>(format, work);
   }
 };
-using GradStream = Stream<false, kFloat32, kBFloat16, kFloat16>;
-using ParamStream = GradStream;
-using MasterStream = Stream<false, kFloat32, kScaledFloat16>;
-using WeightStream =
-    Stream<false, kFloat32, kBFloat16, kFloat16, kScaledFloat16>;  // a master, or a param that has none
-using ExpAvgStream = Stream<false, kFloat32, kBFloat16, kScaledFloat16, kScaledFloat8>;
-using ExpAvgSqStream = Stream<true, kFloat32, kBFloat16, kScaledFloat16, kScaledFloat8>;
+using GradStream = Stream<kGradient>;
+using ParamStream = Stream<kParameter>;
+using MasterStream = Stream<kMaster>;
+using WeightStream = Stream<kParameter | kMaster>;  // a master, or a param that has none
+using ExpAvgStream = Stream<kMoment>;
+using ExpAvgSqStream = Stream<kMoment, true>;
 
 STATESTREAM_DEVICE uint32_t half_of(const uint32_t *w, int k) { return w[k / 2] >> (k % 2 * 16) & 0xffffu; }
 STATESTREAM_DEVICE uint32_t byte_of(const uint32_t *w, int k) { return w[k / 4] >> (k % 4 * 8) & 0xffu; }
@@ -97,18 +97,27 @@ STATESTREAM_DEVICE void each(float (&x)[kVector], const Number &number) {
   for (int k = 0; k < kVector; ++k) x[k] = number(k);
 }
 
-// The numbers that the words stand for; `scale` is the block's, of formats that have one.
+// Decodes the words into numbers. `scale` is the block's scale; formats without scales ignore it.
 template <class Stream>
 STATESTREAM_DEVICE void numbers_of(int32_t format, const uint32_t (&w)[kVector], float scale, float (&x)[kVector]) {
   const auto squared = [](float root) { return Stream::kRoot ? rn_mul(root, root) : root; };
-  if (Stream::is(format, kFloat32)) return each(x, [&](int k) { return float_of(w[k]); });
-  if (Stream::is(format, kBFloat16)) return each(x, [&](int k) { return bfloat16_load((uint16_t)half_of(w, k)); });
-  if (Stream::is(format, kFloat16)) return each(x, [&](int k) { return float16_load((uint16_t)half_of(w, k)); });
-  if (Stream::is(format, kScaledFloat16))
-    return each(x, [&](int k) { return squared(scaled_load<Float16Payload>(half_of(w, k), scale)); });
-  if (Stream::is(format, kScaledFloat8))
-    return each(x, [&](int k) { return squared(scaled_load<Float8Payload>(byte_of(w, k), scale)); });
-  each(x, [](int) { return 0.0f; });
+  const bool known = Stream::with(format, [&](auto f) {
+    each(x, [&](int k) {
+      if constexpr (is_scaled(f.kCode)) {
+        using Payload = PayloadOf<f.kCode>;
+        const uint32_t payload = sizeof(typename Payload::Type) == 1 ? byte_of(w, k) : half_of(w, k);
+        return squared(scaled_load<Payload>(payload, scale));
+      } else if constexpr (f.kCode == kBFloat16) {
+        return bfloat16_load((uint16_t)half_of(w, k));
+      } else if constexpr (f.kCode == kFloat16) {
+        return float16_load((uint16_t)half_of(w, k));
+      } else {
+        static_assert(f.kCode == kFloat32);
+        return float_of(w[k]);
+      }
+    });
+  });
+  if (!known) each(x, [](int) { return 0.0f; });
 }
 
 // Where the scale of the block is that element i begins.
@@ -185,9 +194,9 @@ STATESTREAM_DEVICE float scaled_words_of(const float (&x)[kVector], bool stochas
   return float_of(bits);
 }
 
-// Words of numbers (of a root stream with scales: of their roots), to nearest or, of formats that take it, by `random`;
-// `nan` tells whether any may be NaN. All lanes of a warp come here together. Writes the block's scale and returns it,
-// where the format has one.
+// Encodes numbers into words; in a root stream with scales the numbers are roots. Rounds to nearest, or by `random`
+// where `stochastic` and the format allow it. `nan`: any of the numbers may be NaN. All lanes of a warp call it
+// together. In a scaled format it writes the block's scale and returns it.
 template <class Stream>
 STATESTREAM_DEVICE float words_of(int32_t format, const float (&x)[kVector], bool nan, bool stochastic,
                                   const PhiloxBlock &random, int lane, float *scale, uint32_t (&w)[kVector]) {
@@ -197,32 +206,31 @@ STATESTREAM_DEVICE float words_of(int32_t format, const float (&x)[kVector], boo
 #pragma unroll
     for (int k = 0; k < kVector; k += 2) w[k / 2] = bits(k) | (uint32_t)bits(k + 1) << 16;
   };
-  if (Stream::is(format, kFloat32)) {
-#pragma unroll
-    for (int k = 0; k < kVector; ++k) w[k] = bits_of(x[k]);
-    if (__builtin_expect(nan, 0)) {
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) w[k] = float32_store_bits(x[k]);
-    }
-  } else if (Stream::is(format, kBFloat16)) {
-    if (stochastic) {
-      pairs([&](int k) { return bfloat16_stochastic_bits(x[k], half_of(random.word, k)); });
-    } else {
+  float stored_scale = 1.0f;
+  Stream::with(format, [&](auto f) {
+    if constexpr (is_scaled(f.kCode)) {
+      stored_scale = scaled_words_of<PayloadOf<f.kCode>, Stream::kRoot>(x, stochastic, random, lane, scale, w);
+    } else if constexpr (f.kCode == kBFloat16) {
+      if (stochastic) return pairs([&](int k) { return bfloat16_stochastic_bits(x[k], half_of(random.word, k)); });
 #pragma unroll
       for (int k = 0; k < kVector; k += 2) w[k / 2] = cvt_rn_bf16x2(x[k + 1], x[k]);
       if (__builtin_expect(nan, 0)) {
 #pragma unroll
         for (int k = 0; k < kVector / 2; ++k) w[k] = canonical_pair(w[k]);
       }
+    } else if constexpr (f.kCode == kFloat16) {
+      pairs([&](int k) { return float16_store_bits(x[k]); });
+    } else {
+      static_assert(f.kCode == kFloat32);
+#pragma unroll
+      for (int k = 0; k < kVector; ++k) w[k] = bits_of(x[k]);
+      if (__builtin_expect(nan, 0)) {
+#pragma unroll
+        for (int k = 0; k < kVector; ++k) w[k] = float32_store_bits(x[k]);
+      }
     }
-  } else if (Stream::is(format, kFloat16)) {
-    pairs([&](int k) { return float16_store_bits(x[k]); });
-  } else if (Stream::is(format, kScaledFloat16)) {
-    return scaled_words_of<Float16Payload, Stream::kRoot>(x, stochastic, random, lane, scale, w);
-  } else if (Stream::is(format, kScaledFloat8)) {
-    return scaled_words_of<Float8Payload, Stream::kRoot>(x, stochastic, random, lane, scale, w);
-  }
-  return 1.0f;
+  });
+  return stored_scale;
 }
 
 }  // namespace statestream

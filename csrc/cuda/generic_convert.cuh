@@ -1,5 +1,5 @@
-// The device side of conversions that convert.cu has no kernels for: states with scales, and masters of any
-// parameter, a block of 256 elements by a warp as in generic_kernel.cuh.
+// The device side of conversions that convert.cu has no kernels for: states with scales, and masters of any parameter.
+// A warp converts a block of 256 elements, as in generic_kernel.cuh.
 #pragma once
 #include "elements.cuh"
 #include "generic.h"
@@ -15,8 +15,8 @@ static_assert(sizeof(GenericConvertParameters) == 48, "documented layout");
 constexpr int kConvertThreads = 128;
 constexpr int kConvertWarps = kConvertThreads / kWarpLanes;
 
-using ScaledStream = Stream<false, kScaledFloat16, kScaledFloat8>;
-using ScaledRootStream = Stream<true, kScaledFloat16, kScaledFloat8>;
+using ScaledStream = Stream<kState, false, true>;
+using ScaledRootStream = Stream<kState, true, true>;
 
 STATESTREAM_DEVICE void float32_words(const float (&x)[kVector], uint32_t (&w)[kVector]) {
 #pragma unroll
@@ -43,7 +43,7 @@ STATESTREAM_DEVICE void encode_block(const GenericConversion &a, int64_t i, int 
   store_format(a.format, a.to, i, count, words);
 }
 
-// Where the weight is not its master rounded, the master becomes the weight.
+// Sets the master to the weight where the master does not round to it.
 STATESTREAM_DEVICE void refresh_block(const GenericConversion &a, int64_t i, int count, int lane, float *scale) {
   uint32_t weights[kVector], masters[kVector], rounded[kVector];
   float w[kVector], x[kVector];
@@ -60,7 +60,7 @@ STATESTREAM_DEVICE void refresh_block(const GenericConversion &a, int64_t i, int
     if (!is_scaled(a.format)) masters[k] = differs ? float32_store_bits(w[k]) : masters[k];
     changed |= differs;
   }
-  // Of a block with a scale all elements are stored anew, or none.
+  // In a scaled block one new value may change the scale: then all elements are stored again.
   if (is_scaled(a.format)) {
     if (!__reduce_max_sync(kAllLanes, changed)) return;
     words_of<MasterStream>(a.format, x, true, false, PhiloxBlock{}, lane, scale, masters);

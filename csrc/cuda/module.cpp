@@ -12,12 +12,6 @@ using namespace statestream;
 
 namespace {
 
-void check_slice(uint64_t from, int64_t from_bytes, uint64_t to, int64_t to_bytes, int64_t n) {
-  if (n < 0) throw std::invalid_argument("n is negative");
-  check_address(0, "source", from, n, from_bytes);
-  check_address(0, "destination", to, n, to_bytes);
-}
-
 void check_formats(bool known) {
   if (!known) throw std::invalid_argument("no CUDA kernel for these formats");
 }
@@ -32,7 +26,8 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("ARCHS") = STATESTREAM_CUDA_ARCHS;
   m.attr("FORMATS") = format_table();
 
-  m.def("why_not", why_not, py::arg("device"), "Why the kernels cannot run on the current device; empty where they can.");
+  m.def("why_not", why_not, py::arg("device"),
+        "Why the kernels cannot run on the current device; empty where they can.");
 
   m.def("has_adam", [](const py::tuple &formats) { return has_kernel(formats_from(formats)); }, py::arg("formats"));
 

@@ -2,6 +2,8 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "../number_formats.h"
 
 namespace statestream {
@@ -108,6 +110,11 @@ struct BFloat16 {
   STATESTREAM_DEVICE static float load_one(const uint16_t *from) { return bfloat16_load(*from); }
   STATESTREAM_DEVICE static void store_one(uint16_t *to, float x) { *to = bfloat16_store_bits(x); }
 };
+
+// What reads and writes a state that has no scales.
+template <int32_t kFormat>
+using VectorsOf =
+    std::conditional_t<kFormat == kFloat32, Float32, std::conditional_t<kFormat == kBFloat16, BFloat16, void>>;
 
 // How the weight is kept: by itself, as an FP32 master beside it, or as its low 16 bits beside it.
 template <class Format>

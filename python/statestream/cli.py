@@ -13,6 +13,7 @@ from typing import Annotated, Optional
 import typer
 
 from statestream.extras import cli_extra
+from statestream.formats import Role, formats_of
 
 __all__ = ["app", "main"]
 
@@ -24,6 +25,8 @@ INTERRUPTED = 130
 
 _UsageError = typer.BadParameter.__base__
 """click's UsageError; typer brings a copy of click in newer versions, and does not name it."""
+
+_MOMENTS = " or ".join(", ".join(formats_of(Role.MOMENT)).rsplit(", ", 1))
 
 app = typer.Typer(
     add_completion=False,
@@ -47,7 +50,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Steps of each of the two runs.")] = 150,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder for loss.png and memory.png.")] = Path("demo"),
-    moments: Annotated[str, typer.Option(help="How the moments are stored: fp32, bf16, fp16 or fp8.")] = "bf16",
+    moments: Annotated[str, typer.Option(help=f"How the moments are stored: {_MOMENTS}.")] = "bf16",
     seed: Annotated[int, typer.Option(help="Of the initial weights and the batches.")] = 0,
     ranks: Annotated[int, typer.Option(help="Processes that shard the model by FSDP2: 1, 2, 4 or 8.")] = 1,
     plant: Annotated[Optional[str], typer.Option(hidden=True)] = None,  # noqa: UP045 - typer evaluates it
@@ -91,7 +94,7 @@ def plan(
     mesh: Annotated[Optional[str], typer.Option(help="Instead: replicate=2,shard=8,tensor=4.")] = None,  # noqa: UP045
     weights: Annotated[Optional[str], typer.Option(help="fp32, bf16, fp16 or fp8; as the source says.")] = None,  # noqa: UP045
     grads: Annotated[Optional[str], typer.Option(help="The same, of gradients; as the weights.")] = None,  # noqa: UP045
-    moments: Annotated[str, typer.Option(help="fp32, bf16, fp16 or fp8; two for exp_avg,exp_avg_sq.")] = "fp32",
+    moments: Annotated[str, typer.Option(help=f"{_MOMENTS}; two for exp_avg,exp_avg_sq.")] = "fp32",
     masters: Annotated[str, typer.Option(help="Of 16-bit weights: fp32, fp16, remainders or none.")] = "fp32",
     offload: Annotated[bool, typer.Option("--offload", help="State in host memory: CPUOffloadOptimizer.")] = False,
     chunk: Annotated[Optional[str], typer.Option(help="Its step_chunk_bytes, such as 1GiB.")] = None,  # noqa: UP045

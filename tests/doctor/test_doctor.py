@@ -38,7 +38,7 @@ def test_this_machine_is_well(command):
     began = time.process_time()
     ran = command("doctor")
     assert (ran.status, ran.err) == (0, ""), ran.out
-    for said in (__version__, torch.__version__, _cpu.form(), "as promised", "ulimit -l", "0 problems"):
+    for said in (__version__, torch.__version__, _cpu.isa(), "as promised", "ulimit -l", "0 problems"):
         assert said in ran.out
     assert time.process_time() - began < 10  # about two; waiting for other work does not count
 
@@ -55,23 +55,23 @@ def test_bad_input_is_one_line_and_status_2(command, args):
     assert (ran.status, ran.out, ran.err.count("\n")) == (2, "", 1)
 
 
-def test_one_wrong_bit_in_one_form_is_found(monkeypatch, command):
-    broken = _cpu.forms()[-1]
+def test_one_wrong_bit_with_one_instruction_set_is_found(monkeypatch, command):
+    broken = _cpu.isas()[-1]
     update = kernels.adam
 
     def adam(device, rows, formats, *args, **kwargs):
         update(device, rows, formats, *args, **kwargs)
-        if _cpu.form() == broken:
+        if _cpu.isa() == broken:
             word = ctypes.c_uint16.from_address(rows[1] + 2)  # the second weight
             word.value ^= 1
 
     monkeypatch.setattr(kernels, "adam", adam)
-    before = _cpu.form()
+    before = _cpu.isa()
     ran = command("doctor")
     assert ran.status == 1 and "1 problem\n" in ran.out
-    assert f"not the promised ones on the CPU's form {broken} (" in ran.out and "do not train" in ran.out
-    assert all(form == broken or f"form {form} (" not in ran.out for form in _cpu.forms())
-    assert _cpu.form() == before
+    assert f"not the promised ones on the CPU's instruction set {broken} (" in ran.out and "do not train" in ran.out
+    assert all(isa == broken or f"instruction set {isa} (" not in ran.out for isa in _cpu.isas())
+    assert _cpu.isa() == before
 
 
 def test_a_checksum_of_other_steps_is_no_checksum(monkeypatch):

@@ -202,7 +202,7 @@ std::string run(const AdamCase &c) {
   if (!(c.capturable && c.skip)) {
     if (c.advance)
       for (const TensorRow &row : want.rows) *(float *)row.step += 1.0f;
-    adam(kPortableForm, c.formats, want.rows.data(), n, options, grad_scale, 1, extras(want));
+    adam(kPortableIsa, c.formats, want.rows.data(), n, options, grad_scale, 1, extras(want));
   }
   return differences(got, want);
 }

@@ -74,13 +74,13 @@ std::string run_convert(const ConvertCase &c) {
     auto *scale_there = (float *)want_scale.data();
     if (refresh) {
       refresh_master(from.data(), to.data(), n, place, c.param_format, c.format, scale.address());
-      refresh_master(kPortableForm, from.data(), want.data(), n, 1, c.param_format, c.format, scale_there);
+      refresh_master(kPortableIsa, from.data(), want.data(), n, 1, c.param_format, c.format, scale_there);
     } else if (decoding) {
       decode(c.format, from.data(), (float *)to.data(), n, place, scale.address(), c.root);
-      decode(kPortableForm, c.format, from.data(), (float *)want.data(), n, 1, scale_there, c.root);
+      decode(kPortableIsa, c.format, from.data(), (float *)want.data(), n, 1, scale_there, c.root);
     } else {
       encode(c.format, (const float *)from.data(), to.data(), n, place, scale.address(), c.root);
-      encode(kPortableForm, c.format, (const float *)from.data(), want.data(), n, 1, scale_there, c.root);
+      encode(kPortableIsa, c.format, (const float *)from.data(), want.data(), n, 1, scale_there, c.root);
     }
     const std::string differs = difference("result", to, want) + difference("scale", scale, want_scale);
     if (!differs.empty()) return "n " + std::to_string(n) + ": " + differs;

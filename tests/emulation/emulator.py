@@ -50,7 +50,7 @@ def build() -> Path:
     """The program that runs cases; kept in the temporary folder until a source changes."""
     csrc = ROOT / "csrc"
     sanitized = [*sorted((csrc / "cuda").glob("*.cu")), *sorted(HERE.glob("*.cpp"))]
-    reference = [csrc / "cpu" / name for name in ("adam.cpp", "convert.cpp", "form_portable.cpp", "threads.cpp")]
+    reference = [csrc / "cpu" / name for name in ("adam.cpp", "convert.cpp", "isa_portable.cpp", "threads.cpp")]
     headers = [p for p in sorted([*csrc.rglob("*"), *HERE.iterdir()]) if p.suffix in (".h", ".cuh")]
     digest = hashlib.sha256(repr([compiler(), COMMON, SANITIZED, REFERENCE]).encode())
     for source in [*sanitized, *reference, *headers]:
@@ -66,7 +66,7 @@ def build() -> Path:
 def _make(program: Path, sources: list[tuple[Path, list[str]]]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         work = [(p, flags, Path(scratch) / f"{i}.o") for i, (p, flags) in enumerate(sources)]
-        slow_first = sorted(work, key=lambda w: w[0].stem not in ("adam", "form_portable"))
+        slow_first = sorted(work, key=lambda w: w[0].stem not in ("adam", "isa_portable"))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda w: _compile(*w), slow_first))
         _call([compiler(), "-fsanitize=address,undefined", *(str(o) for _, _, o in work), "-o", f"{scratch}/emulate"])

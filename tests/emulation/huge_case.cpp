@@ -71,7 +71,7 @@ std::string run_huge(int64_t n) {
   single.grad = (uint64_t)&one;
   single.exp_avg = (uint64_t)&m;
   single.exp_avg_sq = (uint64_t)&v;
-  adam(kPortableForm, formats, &single, 1, options, 1.0, 1);
+  adam(kPortableIsa, formats, &single, 1, options, 1.0, 1);
   if (!moved || !m || !v) return "the reference moved nothing";
   for (int64_t i : touched)
     if (param.data()[i] != moved || exp_avg.data()[i] != m || exp_avg_sq.data()[i] != v)

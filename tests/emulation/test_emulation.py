@@ -4,6 +4,8 @@ from itertools import product
 from zlib import crc32
 
 import pytest
+from statestream.formats import FORMATS as TABLE
+from statestream.formats import Role
 
 from .emulator import compiler, run
 from .pairwise import all_pairs
@@ -13,7 +15,9 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-NAMES = {"0": "none", "1": "f32", "2": "bf16", "3": "remainders", "4": "f16", "5": "scaled16", "6": "scaled8"}
+NAMES = {"0": "none"} | {str(f.code): f"scaled_{f.name}" if f.scaled else f.name for f in TABLE}
+MOMENTS = [str(f.code) for f in TABLE if Role.MOMENT in f.roles]
+SCALED = [str(f.code) for f in TABLE if f.scaled]
 FORMATS = [
     ",".join(["1" if weight == "1" else "2", *rest, "0" if weight in "1" else weight.strip("p")])
     for weight, *rest in product(["1", "0p", "1p", "3p"], "12", "12", "12")
@@ -24,7 +28,7 @@ WEIGHTS = ["1,0", "2,0", "2,1", "2,3", "2,5", "4,0", "4,1", "4,5"]
 """Codes of param and master."""
 GENERIC = [
     formats
-    for weight, *rest in product(WEIGHTS, "124", "1256", "1256")
+    for weight, *rest in product(WEIGHTS, "124", MOMENTS, MOMENTS)
     if (formats := ",".join([weight[0], *rest, weight[2]])) not in FORMATS
 ]
 """The combinations that the generic kernel serves."""
@@ -95,7 +99,7 @@ GENERIC_SETTINGS = {
     "stochastic": [str(flags) for flags in range(8)],
 }
 GENERIC_PAIRS = all_pairs(
-    {"weight": WEIGHTS, "grad": "124", "exp_avg": "1256", "exp_avg_sq": "1256", **GENERIC_SHAPE, **GENERIC_SETTINGS},
+    {"weight": WEIGHTS, "grad": "124", "exp_avg": MOMENTS, "exp_avg_sq": MOMENTS, **GENERIC_SHAPE, **GENERIC_SETTINGS},
     seed=4,
 )
 
@@ -144,8 +148,8 @@ def test_the_generic_kernel_serves_every_combination_in_every_shape(weight):
 @pytest.mark.parametrize(
     "what",
     [
-        *(f"{what} format={code}" for what in ("decode", "encode") for code in (1, 2, 5, 6)),
-        *(f"{what} format={code} root=1" for what in ("decode", "encode") for code in (5, 6)),
+        *(f"{what} format={code}" for what in ("decode", "encode") for code in MOMENTS),
+        *(f"{what} format={code} root=1" for what in ("decode", "encode") for code in SCALED),
         *(f"refresh_master param_format={param} format={master}" for param in (2, 4) for master in (1, 5)),
     ],
 )

@@ -37,8 +37,11 @@ inline float ordinary(Role role, Random &random) {
 inline uint32_t payload_of(int32_t format, float x) {
   using namespace statestream;
   if (format == kFloat16) return float16_store_bits(x);
-  if (format == kScaledFloat16) return payload_store<Float16Payload, false>(x, 1024.0f, 0);
-  return payload_store<Float8Payload, false>(x, 256.0f, 0);
+  uint32_t payload = 0;
+  with_format<kState, true>(format, [&](auto f) {
+    payload = payload_store<PayloadOf<f.kCode>, false>(x, format == kScaledFloat16 ? 1024.0f : 256.0f, 0);
+  });
+  return payload;
 }
 
 // One a block. kAnyBits: every power of two and, now and then, no power of two at all.

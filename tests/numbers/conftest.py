@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_runner import FORMS, use_form
+from kernel_runner import ISAS, use_isa
 
 # For tests/helpers, which the folders that are packages find without this.
 sys.path.append(str(Path(__file__).parents[1]))
@@ -20,10 +20,10 @@ def one_torch_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=FORMS)
-def form(request):
-    """Each form of the kernels that this processor runs, in use for the test."""
-    with use_form(request.param):
+@pytest.fixture(params=ISAS)
+def isa(request):
+    """Each instruction set of the kernels that this processor runs, in use for the test."""
+    with use_isa(request.param):
         yield request.param
 
 

@@ -164,7 +164,7 @@ def arguments(module: Any, tensors: Tensors) -> dict[str, tuple[dict[str, Any], 
             bad_adam[name] = [*NOT_ADDRESSES, 2, 2**64 - 2]
         bad_adam["scratch_address"].append(0)
     else:
-        found["use_form"] = ({"name": module.form()}, {"name": ["", "mmx", None, 5, b"\xff", "\x00", "a" * 100_000]})
+        found["use_isa"] = ({"name": module.isa()}, {"name": ["", "mmx", None, 5, b"\xff", "\x00", "a" * 100_000]})
         if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):  # not in torch 2.9
             found["gather"] = gather_arguments()
     return found

@@ -22,7 +22,7 @@ from statestream.tensors.global_index import WHOLE, IndexMap
 from torch import Tensor
 
 CPU = torch.device("cpu")
-FORMS = tuple(_cpu.forms())
+ISAS = tuple(_cpu.isas())
 CHUNK = 64 * 1024
 """Elements that one thread takes at a time; sizes beside its multiples are worth a test."""
 
@@ -251,13 +251,13 @@ def updated(state: State, dtypes: Dtypes, options: AdamOptions = ADAMW, **how) -
 
 
 @contextmanager
-def use_form(name: str):
-    before = _cpu.form()
-    _cpu.use_form(name)
+def use_isa(name: str):
+    before = _cpu.isa()
+    _cpu.use_isa(name)
     try:
         yield
     finally:
-        _cpu.use_form(before)
+        _cpu.use_isa(before)
 
 
 def bits(tensor: Tensor) -> np.ndarray:

@@ -66,7 +66,7 @@ def test_a_checksum_is_that_of_the_written_rule(case):
     assert checksum(results) == CHECKSUMS[case]
 
 
-def test_the_kernels_have_these_bits_in_every_form(form):
+def test_the_kernels_have_these_bits_with_every_instruction_set(isa):
     assert differing(torch.device("cpu")) == []
 
 

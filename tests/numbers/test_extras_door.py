@@ -20,7 +20,7 @@ from kernel_runner import (
     assert_same_bits,
     random_values,
     update,
-    use_form,
+    use_isa,
 )
 from statestream import kernels
 from statestream.kernels.abi import extras_row, scale_address
@@ -140,7 +140,7 @@ def test_a_seed_of_more_than_64_bits_is_refused(seed, rows):
     ],
     ids=str,
 )
-def test_flags_of_tensors_that_are_not_rounded_are_refused(dtypes, taken, form):
+def test_flags_of_tensors_that_are_not_rounded_are_refused(dtypes, taken, isa):
     for stochastic in (*range(-2, 10), 2**31 - 1):
         made = Rows(dtypes)
         if stochastic in taken:
@@ -232,7 +232,7 @@ def test_a_conversion_of_another_state_takes_no_scales_and_no_roots():
     assert (state == 0).all() and (values == 1).all()
 
 
-def test_native_conversions_check_their_scales(form):
+def test_native_conversions_check_their_scales(isa):
     payloads, values = np.zeros(300, np.uint8), np.ones(300, np.float32)
     source, target = values.ctypes.data, payloads.ctypes.data
     for scale, message in ((0, "scale is a null"), (4097, "scale is not aligned")):
@@ -265,13 +265,13 @@ def test_fake_tensors_are_checked_and_have_no_address():
         kernels.decode(state, values)
 
 
-def test_hot_formats_with_extras_are_the_hot_kernels(form):
+def test_hot_formats_with_extras_are_the_hot_kernels(isa):
     """Extras that nothing needs change no bit."""
     before = State.of(random_values(1000, seed=1, specials=0.02), ALL_F32)
     want, got = before.clone(), before.clone()
     update(want, ALL_F32)
     got.index_map = IndexMap(offset=77)
     rows = array("q", kernels.row(got.param, got.grad, got.exp_avg, got.exp_avg_sq, None, got.step))
-    with use_form(form):
+    with use_isa(isa):
         kernels.adam(CPU, rows, ALL_F32.formats, ADAMW, extras=array("q", got.extras()), seed=5)
     assert_same_bits(got, want)

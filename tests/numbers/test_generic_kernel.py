@@ -1,4 +1,4 @@
-"""Every combination of formats that has no kernel of its own: what a step stores, in every form."""
+"""Every combination of formats that has no kernel of its own: what a step stores, with every instruction set."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kernel_runner import (
     ADAMW,
     ALL_DTYPES,
     BF16,
-    FORMS,
     GENERIC_DTYPES,
+    ISAS,
     PAYLOADS,
     Dtypes,
     State,
@@ -20,7 +20,7 @@ from kernel_runner import (
     bits,
     random_values,
     updated,
-    use_form,
+    use_isa,
 )
 from step_judge import TENSORS, stored_step
 
@@ -54,14 +54,14 @@ def wide_values(seed: int):
     return values
 
 
-def check(dtypes: Dtypes, index: int, form: str, stochastic: int) -> None:
+def check(dtypes: Dtypes, index: int, isa: str, stochastic: int) -> None:
     options = OPTIONS[index % len(OPTIONS)]
     before = State.of(wide_values(index % 7), dtypes, step=index % 50)
     before.ordinal, seed = 3 + index, 2**64 - 1 - 12345 * index
     want = stored_step(before, dtypes, options, seed=seed, stochastic=stochastic)
-    with use_form(form):
+    with use_isa(isa):
         after = updated(before, dtypes, options, seed=seed, stochastic=stochastic)
-    assert_same_bits(after, want, f"{dtypes} {form} stochastic {stochastic} {options}")
+    assert_same_bits(after, want, f"{dtypes} {isa} stochastic {stochastic} {options}")
 
 
 @pytest.mark.parametrize("index", range(len(GENERIC_DTYPES)), ids=lambda i: str(GENERIC_DTYPES[i]))
@@ -69,19 +69,19 @@ def test_a_step_stores_what_an_fp32_step_computes_rounded_once(index):
     """To nearest but for exp_avg_sq in a scaled format, and with every flag that the formats take."""
     dtypes = GENERIC_DTYPES[index]
     flags = flags_taken(dtypes)
-    for form in FORMS:
+    for isa in ISAS:
         for stochastic in {flags[0], flags[-1], flags[index % len(flags)]}:
-            check(dtypes, index, form, stochastic)
+            check(dtypes, index, isa, stochastic)
 
 
 @pytest.mark.parametrize("dtypes", [d for d in ALL_DTYPES if len(flags_taken(d)) > 1], ids=str)
-def test_flags_round_the_formats_of_hot_kernels_by_random_bits(dtypes, form):
+def test_flags_round_the_formats_of_hot_kernels_by_random_bits(dtypes, isa):
     for index, stochastic in enumerate(flags_taken(dtypes)):
-        check(dtypes, index, form, stochastic)
+        check(dtypes, index, isa, stochastic)
 
 
 @pytest.mark.parametrize("dtypes", [d for d in ALL_DTYPES if len(flags_taken(d)) > 1], ids=str)
-def test_a_flag_changes_the_tensor_it_names_and_no_other(dtypes, form):
+def test_a_flag_changes_the_tensor_it_names_and_no_other(dtypes, isa):
     before = State.of(random_values(ELEMENTS, seed=3), dtypes, step=2)
     nearest = updated(before, dtypes)
     for stochastic in flags_taken(dtypes)[1:]:

@@ -122,7 +122,7 @@ def fp32_weight(state: State, dtypes) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtypes", ALL_DTYPES, ids=str)
-def test_decay_comes_before_the_step(dtypes, form):
+def test_decay_comes_before_the_step(dtypes, isa):
     """lr 0.1, weight_decay 0.5, grad 1, first step: 1 * (1 - 0.05) - 0.1 is 0.85; decay last would be 0.855."""
     options = replace(ADAMW, lr=0.1, weight_decay=0.5)
     after = updated(State.of(filled(37, 1.0, 1.0), dtypes), dtypes, options)
@@ -135,7 +135,7 @@ def test_decay_comes_before_the_step(dtypes, form):
 
 
 @pytest.mark.parametrize("dtypes", ALL_DTYPES, ids=str)
-def test_l2_decay_goes_through_the_moments(dtypes, form):
+def test_l2_decay_goes_through_the_moments(dtypes, isa):
     """grad 1 + 0.5 * weight 1: exp_avg 0.15, exp_avg_sq 0.00225, first step of size lr whatever the gradient."""
     options = replace(L2, lr=0.1, weight_decay=0.5)
     after = updated(State.of(filled(37, 1.0, 1.0), dtypes), dtypes, options)
@@ -151,7 +151,7 @@ def test_the_largest_step_of_a_first_step_is_lr():
 
 
 @pytest.mark.parametrize("weight, decoupled", [(1.5, True), (1.5, False), (0.0, True)])
-def test_without_memory_a_step_is_the_gradients_sign(weight, decoupled, form):
+def test_without_memory_a_step_is_the_gradients_sign(weight, decoupled, isa):
     """betas 0: exp_avg is the gradient, exp_avg_sq its square, whatever step it is."""
     options = replace(ADAMW, beta1=0.0, beta2=0.0, weight_decay=0.0, decoupled=decoupled)
     for t in (1, 1000):
@@ -178,7 +178,7 @@ def test_lr_is_rounded_to_fp32_first(lr):
 
 @pytest.mark.parametrize("options", [ADAMW, L2], ids=["adamw", "l2"])
 @pytest.mark.parametrize("dtypes", ALL_DTYPES[::3], ids=str)
-def test_maximizing_is_minimizing_the_negative(dtypes, options, form):
+def test_maximizing_is_minimizing_the_negative(dtypes, options, isa):
     before = State.of(random_values(500, seed=6, specials=0.02), dtypes, step=1)
     flipped = before.clone()
     flipped.grad.neg_()
@@ -189,7 +189,7 @@ def test_maximizing_is_minimizing_the_negative(dtypes, options, form):
 
 @pytest.mark.parametrize("options", [ADAMW, L2], ids=["adamw", "l2"])
 @pytest.mark.parametrize("scale", [2.0**-10, 2.0, 65536.0])
-def test_a_grad_scale_that_is_a_power_of_two_changes_no_bit(scale, options, form):
+def test_a_grad_scale_that_is_a_power_of_two_changes_no_bit(scale, options, isa):
     before = State.of(random_values(500, seed=7), ALL_BF16, step=1)
     scaled = before.clone()
     scaled.grad *= scale
@@ -199,13 +199,13 @@ def test_a_grad_scale_that_is_a_power_of_two_changes_no_bit(scale, options, form
     assert_same_bits(got, want)
 
 
-def test_without_weight_decay_adam_and_adamw_are_one(form):
+def test_without_weight_decay_adam_and_adamw_are_one(isa):
     before = State.of(random_values(1000, seed=8, specials=0.02), ALL_F32, step=3)
     no_decay = replace(ADAMW, weight_decay=0.0)
     assert_same_bits(updated(before, ALL_F32, no_decay), updated(before, ALL_F32, replace(no_decay, decoupled=False)))
 
 
-def test_lr_zero_moves_the_moments_and_not_the_weight(form):
+def test_lr_zero_moves_the_moments_and_not_the_weight(isa):
     before = State.of(random_values(1000, seed=9), ALL_F32, step=3)
     after = updated(before, ALL_F32, replace(ADAMW, lr=0.0))
     np.testing.assert_array_equal(bits(after.param), bits(before.param))

@@ -248,10 +248,10 @@ def test_a_parameter_and_its_master_must_have_one_count(numel):
 
 
 def test_an_unknown_form_is_refused_by_name_and_changes_nothing():
-    before = _cpu.form()
+    before = _cpu.isa()
     with pytest.raises(ValueError, match=r"'mmx'.*choose from.*portable"):
-        _cpu.use_form("mmx")
-    assert _cpu.form() == before
+        _cpu.use_isa("mmx")
+    assert _cpu.isa() == before
 
 
 @pytest.mark.parametrize("dtypes", [ALL_F32, ALL_BF16], ids=str)

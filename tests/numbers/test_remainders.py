@@ -41,7 +41,7 @@ def at_rest(param: torch.Tensor, low: np.ndarray) -> State:
 
 
 @pytest.mark.parametrize("options", [STILL, replace(STILL, decoupled=False), replace(ADAMW, weight_decay=0.0)], ids=str)
-def test_every_finite_master_beside_a_boundary_survives_a_still_step(options, form):
+def test_every_finite_master_beside_a_boundary_survives_a_still_step(options, isa):
     """Every high half, so every sign, denormal and zero and the largest numbers, with each low half."""
     masters = (EVERY_HALF[:, None] << 16 | LOW_HALVES).ravel()
     masters = masters[masters >> 23 & 0xFF != 0xFF]
@@ -55,7 +55,7 @@ def test_every_finite_master_beside_a_boundary_survives_a_still_step(options, fo
     assert after.step.item() == 1
 
 
-def test_infinities_and_nans_stay_what_they_are(form):
+def test_infinities_and_nans_stay_what_they_are(isa):
     masters = np.array([0x7F800000, 0xFF800000, 0x7FC00000, 0x7F800001, 0xFFFFFFFF] * 9, np.uint32)
     after = updated(at_rest(as_bfloat16(masters >> 16), masters * 0), REMAINDERS, STILL)
     infinite = np.isin(masters, [0x7F800000, 0xFF800000])
@@ -66,7 +66,7 @@ def test_infinities_and_nans_stay_what_they_are(form):
 
 
 @pytest.mark.parametrize("options", [ADAMW, replace(ADAMW, decoupled=False, maximize=True)], ids=["adamw", "l2 max"])
-def test_twenty_steps_are_those_of_an_fp32_master(options, form):
+def test_twenty_steps_are_those_of_an_fp32_master(options, isa):
     """Each BF16 weight is its master by its own rounding rule."""
     n, rng = 3001, np.random.default_rng(4)
     values = random_values(n, seed=4)
@@ -85,7 +85,7 @@ def test_twenty_steps_are_those_of_an_fp32_master(options, form):
             np.testing.assert_array_equal(bits(getattr(with_low, name)), bits(getattr(with_master, name)))
 
 
-def test_a_master_half_way_between_two_weights_goes_away_from_zero_with_remainders_and_to_even_without(form):
+def test_a_master_half_way_between_two_weights_goes_away_from_zero_with_remainders_and_to_even_without(isa):
     halfway = EVERY_HALF[EVERY_HALF >> 7 & 0xFF != 0xFF] << 16 | 0x8000
     state = at_rest(torch.zeros(halfway.size, dtype=BF16), 0 * halfway)
     state.master = as_float32(halfway)
@@ -97,7 +97,7 @@ def test_a_master_half_way_between_two_weights_goes_away_from_zero_with_remainde
     np.testing.assert_array_equal(bits(away.param), (halfway >> 16) + 1)
 
 
-def test_an_fp32_master_ignores_the_weight_beside_it(form):
+def test_an_fp32_master_ignores_the_weight_beside_it(isa):
     before = State.of(random_values(333, seed=5), MASTERS)
     want = updated(before, MASTERS)
     before.param.fill_(float("nan"))
@@ -105,7 +105,7 @@ def test_an_fp32_master_ignores_the_weight_beside_it(form):
 
 
 @pytest.mark.parametrize("low", [*LOW_HALVES.tolist(), "random"], ids=lambda x: x if x == "random" else f"{x:04x}")
-def test_a_weight_written_from_outside_is_off_by_at_most_half_an_ulp_and_never_nan(low, form):
+def test_a_weight_written_from_outside_is_off_by_at_most_half_an_ulp_and_never_nan(low, isa):
     """Every BF16 weight there is, over low bits that were another weight's."""
     written = EVERY_HALF.astype(np.uint16)
     old_low = np.random.default_rng(6).integers(0, 0x10000, written.size) if low == "random" else low + 0 * written
@@ -127,14 +127,14 @@ def test_a_weight_written_from_outside_is_off_by_at_most_half_an_ulp_and_never_n
     np.testing.assert_array_equal(bits(after.param)[number], written[number])
 
 
-def test_a_zero_written_from_outside_is_zero(form):
+def test_a_zero_written_from_outside_is_zero(isa):
     low = np.arange(0x8000, 0x10000)
     for zero in (0x0000, 0x8000):
         after = updated(at_rest(as_bfloat16(np.full(low.size, zero)), low), REMAINDERS, STILL)
         np.testing.assert_array_equal(after.joined_master(), np.full(low.size, zero << 16))
 
 
-def test_masters_hold_what_bf16_weights_lose(form):
+def test_masters_hold_what_bf16_weights_lose(isa):
     """Updates under half an ulp of the weight: a BF16 weight stays, its master or remainders move."""
     n, steps = 40, 100
     ones, zeros = torch.ones(n), torch.zeros(n)

@@ -1,4 +1,4 @@
-"""Every length, start, cut, thread count and form of scaled states: the same bits, and nothing beside them."""
+"""Every length, start, cut, thread count, instruction set of scaled states: the same bits, and nothing beside them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kernel_runner import (
     CHUNK,
     F16,
     F32,
-    FORMS,
     I16,
+    ISAS,
     U8,
     Dtypes,
     Guarded,
@@ -27,7 +27,7 @@ from kernel_runner import (
     random_values,
     update,
     updated,
-    use_form,
+    use_isa,
 )
 from step_judge import stored_step
 
@@ -71,25 +71,25 @@ def test_any_length_and_start_is_stored_as_judged_and_nothing_beside_it(dtypes):
     for index, size in enumerate(SIZES):
         before = prefix(longest(dtypes), size)
         want = stored_step(before, dtypes, ADAMW, seed=9)
-        for k, form in enumerate(FORMS):
+        for k, isa in enumerate(ISAS):
             offsets = [(5 * index + 7 * k + shift) % 18 for shift in (0, 3, 7, 12, 16)]
             guarded = Guarded(before, offsets)
             guarded.state.scales = {name: scale.clone() for name, scale in before.scales.items()}
-            with use_form(form):
+            with use_isa(isa):
                 update(guarded.state, dtypes, seed=9, threads=THREADS[(index + k) % 4])
-            assert_same_bits(guarded.state, want, f"{form} size {size} offsets {offsets}")
-            assert guarded.intact(), f"{form} size {size} offsets {offsets}: a byte outside was written"
+            assert_same_bits(guarded.state, want, f"{isa} size {size} offsets {offsets}")
+            assert guarded.intact(), f"{isa} size {size} offsets {offsets}: a byte outside was written"
 
 
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("dtypes", MIXES, ids=str)
-def test_threads_change_no_bit(dtypes, threads, form):
+def test_threads_change_no_bit(dtypes, threads, isa):
     assert_same_bits(updated(longest(dtypes), dtypes, threads=threads, seed=9), expected(dtypes))
 
 
 @pytest.mark.parametrize("dtypes", MIXES, ids=str)
 @pytest.mark.parametrize("as_rows", [False, True], ids=["calls", "rows"])
-def test_any_cut_on_block_edges_gives_the_bits_of_the_whole(dtypes, as_rows, form):
+def test_any_cut_on_block_edges_gives_the_bits_of_the_whole(dtypes, as_rows, isa):
     n = 256 * 40 + 77
     before = prefix(longest(dtypes), n)
     want = updated(before, dtypes, seed=9)
@@ -108,7 +108,7 @@ def test_any_cut_on_block_edges_gives_the_bits_of_the_whole(dtypes, as_rows, for
 
 
 @pytest.mark.parametrize("dtypes", [d for d in MIXES if not d.scaled], ids=str)
-def test_without_scales_any_cut_at_all_gives_the_bits_of_the_whole(dtypes, form):
+def test_without_scales_any_cut_at_all_gives_the_bits_of_the_whole(dtypes, isa):
     n = 3000
     before = prefix(longest(dtypes), n)
     stochastic = 7 if dtypes.param is BF16 and dtypes.exp_avg is BF16 else 0
@@ -120,7 +120,7 @@ def test_without_scales_any_cut_at_all_gives_the_bits_of_the_whole(dtypes, form)
 
 
 @pytest.mark.parametrize("dtypes", MIXES, ids=str)
-def test_an_element_depends_on_no_block_but_its_own(dtypes, form):
+def test_an_element_depends_on_no_block_but_its_own(dtypes, isa):
     """Another block changed by a hundred orders of magnitude, infinite or NaN: the rest keeps its bits."""
     n = 256 * 5 + 100
     before = prefix(longest(dtypes), n)
@@ -138,7 +138,7 @@ def test_an_element_depends_on_no_block_but_its_own(dtypes, form):
                 np.testing.assert_array_equal(scale.numpy()[keep], want.scales[name].numpy()[keep])
 
 
-def test_a_short_block_takes_its_scale_from_its_own_elements(form):
+def test_a_short_block_takes_its_scale_from_its_own_elements(isa):
     """Whatever lies behind the last element counts for nothing, eps 0 included."""
     dtypes = Dtypes(F32, F32, U8, F16)
     rng = np.random.default_rng(0)

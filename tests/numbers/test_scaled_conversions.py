@@ -1,4 +1,4 @@
-"""Scaled states from and to FP32, and masters from changed weights, in every form."""
+"""Scaled states from and to FP32, and masters from changed weights, with every instruction set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import payload_judge as judge
 import pytest
 import storage_judge
 import torch
-from kernel_runner import BF16, CHUNK, F16, F32, PAYLOADS, U8, as_bfloat16, as_payloads, bits, use_form
+from kernel_runner import BF16, CHUNK, F16, F32, PAYLOADS, U8, as_bfloat16, as_payloads, bits, use_isa
 from statestream import kernels
 from statestream.formats import scale_count
 from step_judge import as_float16
@@ -40,7 +40,7 @@ def intact(buffer: torch.Tensor, n: int) -> bool:
 
 @ROOTS
 @SCALED
-def test_a_tensor_of_any_length_is_stored_to_nearest_with_the_scales_of_its_blocks(dtype, root, form):
+def test_a_tensor_of_any_length_is_stored_to_nearest_with_the_scales_of_its_blocks(dtype, root, isa):
     kind = PAYLOADS[dtype]
     for n in LENGTHS:
         x = wide(n, n, root=root)
@@ -63,7 +63,7 @@ def test_a_tensor_of_any_length_is_stored_to_nearest_with_the_scales_of_its_bloc
 
 @ROOTS
 @SCALED
-def test_slices_on_block_edges_in_any_order_convert_as_the_whole(dtype, root, form):
+def test_slices_on_block_edges_in_any_order_convert_as_the_whole(dtype, root, isa):
     n = 256 * 9 + 50
     x = torch.from_numpy(wide(n, 5, root=root))
     whole, whole_scale = torch.zeros(n, dtype=dtype), torch.zeros(scale_count(n))
@@ -82,7 +82,7 @@ def test_slices_on_block_edges_in_any_order_convert_as_the_whole(dtype, root, fo
 
 @ROOTS
 @SCALED
-def test_what_is_decoded_encodes_to_what_decodes_the_same_for_random_payloads_and_scales(dtype, root, form):
+def test_what_is_decoded_encodes_to_what_decodes_the_same_for_random_payloads_and_scales(dtype, root, isa):
     """Blocks of any payloads, each with a scale that encoding can give."""
     kind = PAYLOADS[dtype]
     rng = np.random.default_rng(7)
@@ -103,7 +103,7 @@ def test_what_is_decoded_encodes_to_what_decodes_the_same_for_random_payloads_an
 
 @ROOTS
 @SCALED
-def test_flushed_denormals_change_no_bit_of_a_conversion(dtype, root, form):
+def test_flushed_denormals_change_no_bit_of_a_conversion(dtype, root, isa):
     kind, n = PAYLOADS[dtype], 2000
     x = wide(n, 9, root=root)
     x[256:512] = np.random.default_rng(0).uniform(0, 1e-38, 256)  # every one a denormal
@@ -144,7 +144,7 @@ def weights_and_changes(n: int, dtype: torch.dtype, masters: np.ndarray) -> tupl
 
 
 @pytest.mark.parametrize("param", [BF16, F16], ids=["bf16", "fp16"])
-def test_an_fp32_master_becomes_the_weight_where_it_does_not_round_to_it(param, form):
+def test_an_fp32_master_becomes_the_weight_where_it_does_not_round_to_it(param, isa):
     n = 2 * CHUNK + 9
     masters = (np.random.default_rng(1).standard_normal(n) * 10.0 ** np.linspace(-9, 6, n)).astype(np.float32)
     masters[:8] = [np.inf, -np.inf, 0.0, -0.0, 65519.0, 65520.0, 6e-8, 1e-8]
@@ -158,7 +158,7 @@ def test_an_fp32_master_becomes_the_weight_where_it_does_not_round_to_it(param, 
 
 
 @pytest.mark.parametrize("param", [BF16, F16], ids=["bf16", "fp16"])
-def test_an_fp16_master_becomes_the_weight_and_its_block_a_new_scale(param, form):
+def test_an_fp16_master_becomes_the_weight_and_its_block_a_new_scale(param, isa):
     n = CHUNK + 256 * 7 + 30
     x = (np.random.default_rng(2).standard_normal(n) * 0.02).astype(np.float32)
     payloads, scales = judge.stored_tensor(judge.FP16, x, root=False)
@@ -180,7 +180,7 @@ def test_an_fp16_master_becomes_the_weight_and_its_block_a_new_scale(param, form
     again = master.clone()
     kernels.refresh_master(weight, again, scale=scale)
     np.testing.assert_array_equal(bits(again), bits(master))
-    with use_form(form):
+    with use_isa(isa):
         values = torch.empty(n)
         kernels.decode(master, values, scale=scale)
     np.testing.assert_array_equal(bits(as_weight(values.numpy(), param)), bits(weight))

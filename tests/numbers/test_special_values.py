@@ -29,7 +29,7 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.mark.parametrize("dtypes", ALL_DTYPES, ids=str)
 @pytest.mark.parametrize("eps", [1e-8, 1e-30])
-def test_a_row_never_touched_stays_and_only_decays(dtypes, eps, form):
+def test_a_row_never_touched_stays_and_only_decays(dtypes, eps, isa):
     """Embedding rows without gradient: moments exactly zero, the weight times 1 - lr * weight_decay."""
     values = random_values(200, seed=1)
     for tensor in (values.grad, values.exp_avg, values.exp_avg_sq):
@@ -43,7 +43,7 @@ def test_a_row_never_touched_stays_and_only_decays(dtypes, eps, form):
         np.testing.assert_array_equal(bits(after.param), bits(before.param * factor))
 
 
-def test_zeros_are_not_slow(form):
+def test_zeros_are_not_slow(isa):
     """No zero may fall into the slow path that a denormal takes, which is 2.7 times as long where it was measured."""
     n = 1 << 18
     usual = State.of(random_values(n, seed=2), ALL_F32)
@@ -61,7 +61,7 @@ def test_zeros_are_not_slow(form):
 
 @pytest.mark.parametrize("dtypes", ALL_DTYPES[::3], ids=str)
 @pytest.mark.parametrize("grad", [INF, -INF, NAN])
-def test_an_infinite_or_nan_gradient_reaches_the_weight_and_its_neighbours_nothing(grad, dtypes, form):
+def test_an_infinite_or_nan_gradient_reaches_the_weight_and_its_neighbours_nothing(grad, dtypes, isa):
     before = State.of(random_values(75, seed=3), dtypes, step=1)
     clean = updated(before, dtypes)
     hit = [0, 17, 31, 74]
@@ -82,7 +82,7 @@ def test_an_infinite_or_nan_gradient_reaches_the_weight_and_its_neighbours_nothi
         assert after.exp_avg[hit].tolist() == [grad] * 4 and after.exp_avg_sq[hit].tolist() == [INF] * 4
 
 
-def test_a_gradient_whose_square_overflows_is_as_in_torch_for_one_step(form):
+def test_a_gradient_whose_square_overflows_is_as_in_torch_for_one_step(isa):
     """exp_avg_sq is infinite, so the weight keeps still; the next step is NaN: it does not go unnoticed."""
     before = State.of(Values(*(torch.full((20,), x) for x in (1.0, 1e30, 0.0, 0.0))), ALL_F32)
     options = replace(ADAMW, weight_decay=0.0)
@@ -93,7 +93,7 @@ def test_a_gradient_whose_square_overflows_is_as_in_torch_for_one_step(form):
 
 
 @pytest.mark.parametrize("dtypes", [ALL_F32, ALL_BF16], ids=str)
-def test_eps_zero_divides_zero_by_zero_as_torch_does_and_nothing_else(dtypes, form):
+def test_eps_zero_divides_zero_by_zero_as_torch_does_and_nothing_else(dtypes, isa):
     values = random_values(60, seed=4)
     for tensor in (values.grad, values.exp_avg, values.exp_avg_sq):
         tensor[::2] = 0.0
@@ -104,7 +104,7 @@ def test_eps_zero_divides_zero_by_zero_as_torch_does_and_nothing_else(dtypes, fo
 
 @pytest.mark.parametrize("weight", [INF, -INF, NAN])
 @pytest.mark.parametrize("dtypes", ALL_DTYPES[::4], ids=str)
-def test_a_weight_that_is_not_finite_stays_what_it_is(weight, dtypes, form):
+def test_a_weight_that_is_not_finite_stays_what_it_is(weight, dtypes, isa):
     values = random_values(40, seed=5)
     values.weight.fill_(weight)
     after = updated(State.of(values, dtypes), dtypes)
@@ -112,7 +112,7 @@ def test_a_weight_that_is_not_finite_stays_what_it_is(weight, dtypes, form):
     assert bool(after.exp_avg.isfinite().all()) and bool(after.exp_avg_sq.isfinite().all())
 
 
-def test_a_result_beyond_bfloat16_is_stored_as_infinity(form):
+def test_a_result_beyond_bfloat16_is_stored_as_infinity(isa):
     largest = Values(*(torch.full((33,), x) for x in (3.3895314e38, 0.0, 0.0, 1.0)))
     pushed = replace(ADAMW, lr=-1.0, weight_decay=0.003)
     assert bool(updated(State.of(largest, ALL_F32), ALL_F32, pushed).param.isfinite().all())
@@ -131,7 +131,7 @@ def after_constant_gradient(dtypes: Dtypes, grad: float, steps: int, beta2: floa
 
 
 @pytest.mark.parametrize("grad", [2.0**-20, 3e-7, 1e-3])
-def test_bfloat16_moments_stall_under_a_constant_gradient(grad, form):
+def test_bfloat16_moments_stall_under_a_constant_gradient(grad, isa):
     """A BF16 moment stops when what a step would add is under half its ulp.
 
     exp_avg_sq then stands far below the gradient's square and the weight goes too far; FP32 moments
@@ -156,7 +156,7 @@ def test_bfloat16_moments_stall_under_a_constant_gradient(grad, form):
         np.testing.assert_array_equal(bits(getattr(after, name)), bits(getattr(low, name)))
 
 
-def test_only_the_moment_that_is_bfloat16_stalls(form):
+def test_only_the_moment_that_is_bfloat16_stalls(isa):
     grad = 2.0**-20
     mixed = after_constant_gradient(Dtypes(F32, F32, BF16, F32), grad, 2000)
     assert (mixed.exp_avg_sq / grad**2).tolist() == pytest.approx([1 - 0.999**2000] * 16, rel=1e-5)

@@ -79,7 +79,7 @@ def assert_unbiased(got: np.ndarray, exact: np.ndarray, what: str) -> None:
 
 @pytest.mark.parametrize("moments", [BF16, F16, U8], ids=["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("seed", range(3))
-def test_each_tensor_is_rounded_to_its_exact_number_on_average(moments, seed, form):
+def test_each_tensor_is_rounded_to_its_exact_number_on_average(moments, seed, isa):
     dtypes = Dtypes(BF16, F32, moments, moments)
     n = 1 << 18
     before = constant(n, dtypes, 1.0, 0.37, 0.5, 0.2)
@@ -123,7 +123,7 @@ def test_the_draws_of_neighbours_tensors_steps_seeds_and_parameters_have_nothing
     np.testing.assert_array_equal(np.roll(first, -8)[: n - 8], ups("exp_avg", offset=8)[: n - 8])
 
 
-def test_a_count_that_is_none_draws_as_the_device_converts_it(form):
+def test_a_count_that_is_none_draws_as_the_device_converts_it(isa):
     """To an int of 32 bits: what is too large to the largest, NaN to 0. Bias correction would show the count itself."""
     options = replace(ADAMW, bias_correction=False)
 
@@ -142,7 +142,7 @@ def test_a_count_that_is_none_draws_as_the_device_converts_it(form):
     assert not same(0.0, -1.0)
 
 
-def test_exact_numbers_stay_exact(form):
+def test_exact_numbers_stay_exact(isa):
     """Nothing is cut off: no draw changes anything."""
     for moments in (BF16, F16, U8):
         dtypes = Dtypes(BF16, F32, moments, moments)
@@ -197,7 +197,7 @@ def maps_of(shape: tuple[int, ...], local: np.ndarray) -> list[IndexMap]:
 
 @pytest.mark.parametrize("shape, box", [(s, b) for s, b, _ in BOXES], ids=[name for *_, name in BOXES])
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_shards_bits_are_those_of_the_whole(shape, box, threads, form):
+def test_a_shards_bits_are_those_of_the_whole(shape, box, threads, isa):
     before, after = rounded_whole(shape, ALL_BF16)
     want = cut_out(after, shape, box)
     for index_map in maps_of(shape, np.arange(np.prod(shape)).reshape(shape)[box]):
@@ -224,7 +224,7 @@ def test_a_ragged_shard_is_a_row_a_run():
         assert_same_bits(piece, after[a:b])
 
 
-def test_a_transposed_layout_has_the_bits_of_its_indices(form):
+def test_a_transposed_layout_has_the_bits_of_its_indices(isa):
     """Memory order is not index order: the inner level strides over the whole tensor."""
     rows, columns = 30, 70
     before, after = rounded_whole((rows, columns), ALL_BF16)
@@ -236,7 +236,7 @@ def test_a_transposed_layout_has_the_bits_of_its_indices(form):
 
 
 @pytest.mark.parametrize("moments", [F16, U8], ids=["fp16", "fp8"])
-def test_dithered_rows_of_whole_blocks_are_those_of_the_whole_tensor(moments, form):
+def test_dithered_rows_of_whole_blocks_are_those_of_the_whole_tensor(moments, isa):
     """Shard(0) whose rows are blocks: even scaled formats keep their bits."""
     shape = (12, 256)
     dtypes = Dtypes(F32, F32, moments, moments)
@@ -254,7 +254,7 @@ def test_dithered_rows_of_whole_blocks_are_those_of_the_whole_tensor(moments, fo
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_threads_and_forms_change_no_draw(threads, form):
+def test_threads_and_isas_change_no_draw(threads, isa):
     n = 2 * CHUNK + 1001
     before = State.of(random_values(n, seed=3, specials=0.01), ALL_BF16, step=2)
     before.index_map = IndexMap(1, 777, 5000, 0, 1, 12345)
@@ -275,7 +275,7 @@ def test_threads_and_forms_change_no_draw(threads, form):
 
 
 @pytest.mark.parametrize("grad", [2.0**-20, 3e-7, 1e-3])
-def test_bfloat16_second_moments_arrive_where_to_nearest_they_stall_at_a_third(grad, form):
+def test_bfloat16_second_moments_arrive_where_to_nearest_they_stall_at_a_third(grad, isa):
     steps, n = 2000, 4096
     grad = float(torch.tensor(grad).to(BF16))
     options = replace(ADAMW, weight_decay=0.0)
@@ -294,7 +294,7 @@ def test_bfloat16_second_moments_arrive_where_to_nearest_they_stall_at_a_third(g
 
 
 @pytest.mark.parametrize("moments", [F16, U8], ids=["fp16", "fp8"])
-def test_scaled_second_moments_never_stall(moments, form):
+def test_scaled_second_moments_never_stall(moments, isa):
     """They are dithered without being asked: up from nothing, and down again when gradients get small."""
     n, steps = 4096, 2000
     dtypes = Dtypes(F32, F32, F32, moments)
@@ -312,7 +312,7 @@ def test_scaled_second_moments_never_stall(moments, form):
         assert root == pytest.approx(np.sqrt(v), rel=0.01 if moments is F16 else 0.05), (grad, moments)
 
 
-def test_a_bfloat16_weight_moves_by_less_than_half_a_unit_on_average(form):
+def test_a_bfloat16_weight_moves_by_less_than_half_a_unit_on_average(isa):
     n, steps = 4096, 200
     dtypes = Dtypes(BF16, F32, F32, F32)
     options = replace(ADAMW, lr=1e-4, weight_decay=0.0)

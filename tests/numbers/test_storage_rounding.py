@@ -51,24 +51,24 @@ def decoded(stored: torch.Tensor) -> np.ndarray:
     return bits(values)
 
 
-def test_every_bfloat16_pattern_decodes_to_its_own_number(form):
+def test_every_bfloat16_pattern_decodes_to_its_own_number(isa):
     want = storage_judge.store_float32(EVERY_HALF << 16)
     np.testing.assert_array_equal(decoded(as_bfloat16(EVERY_HALF)), want)
 
 
-def test_every_boundary_encodes_to_the_nearest_even_bfloat16(form):
+def test_every_boundary_encodes_to_the_nearest_even_bfloat16(isa):
     patterns = boundary_patterns()
     np.testing.assert_array_equal(encoded(patterns, BF16), storage_judge.round_to_bfloat16(patterns))
 
 
-def test_float32_is_stored_as_it_is_and_any_nan_as_the_quiet_nan(form):
+def test_float32_is_stored_as_it_is_and_any_nan_as_the_quiet_nan(isa):
     patterns = boundary_patterns()
     np.testing.assert_array_equal(encoded(patterns, F32), storage_judge.store_float32(patterns))
     np.testing.assert_array_equal(decoded(as_float32(patterns)), storage_judge.store_float32(patterns))
 
 
 @pytest.mark.parametrize("n", [1, 7, 15, 16, 17, 31, 33, 257, 2 * CHUNK + 5])
-def test_a_slice_of_any_length_converts_as_the_whole_does_and_no_further(n, form):
+def test_a_slice_of_any_length_converts_as_the_whole_does_and_no_further(n, isa):
     patterns = np.random.default_rng(n).integers(0, 2**32, n, dtype=np.uint32)
     stored = torch.full((n + 64,), 3.0, dtype=BF16)
     kernels.encode(as_float32(patterns), stored[32 : n + 32])
@@ -96,7 +96,7 @@ def test_the_fast_judge_agrees_with_exact_fractions_and_with_torch():
 
 
 @pytest.mark.parametrize("dtypes", ALL_DTYPES, ids=str)
-def test_a_step_stores_what_an_fp32_step_computes_rounded_once(dtypes, form):
+def test_a_step_stores_what_an_fp32_step_computes_rounded_once(dtypes, isa):
     """The weight moves by the moments as computed: a step that used the stored ones would differ."""
     n = 5000
     before = State.of(random_values(n, seed=11, specials=0.03), dtypes, step=4)
@@ -147,7 +147,7 @@ DENORMAL_LR = replace(ADAMW, lr=1e-40, weight_decay=0.0)
     ],
     ids=lambda x: str(x) if isinstance(x, Dtypes) else "",
 )
-def test_flushing_denormals_changes_no_bit_and_stays_on(dtypes, options, threads, form):
+def test_flushing_denormals_changes_no_bit_and_stays_on(dtypes, options, threads, isa):
     before = denormal_state(dtypes)
     if options is DENORMAL_LR:
         before.param.zero_()
@@ -163,12 +163,12 @@ def test_flushing_denormals_changes_no_bit_and_stays_on(dtypes, options, threads
     assert still_flushing
 
 
-def test_denormals_are_still_kept_after_a_step(form):
+def test_denormals_are_still_kept_after_a_step(isa):
     updated(denormal_state(ALL_F32), ALL_F32, threads=2)
     assert (torch.tensor([1e-40]) * 1.0).item() != 0.0
 
 
-def test_flushing_denormals_changes_no_bit_of_a_conversion(form, flush_denormals):
+def test_flushing_denormals_changes_no_bit_of_a_conversion(isa, flush_denormals):
     patterns = boundary_patterns()
     np.testing.assert_array_equal(encoded(patterns, BF16), storage_judge.round_to_bfloat16(patterns))
     want = storage_judge.store_float32(EVERY_HALF << 16)
@@ -177,7 +177,7 @@ def test_flushing_denormals_changes_no_bit_of_a_conversion(form, flush_denormals
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the code of a rounding mode is the processor's")
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_callers_rounding_mode_changes_no_bit_and_stays(threads, form):
+def test_the_callers_rounding_mode_changes_no_bit_and_stays(threads, isa):
     before = State.of(random_values(2 * CHUNK, seed=6), ALL_F32, step=6)
     want = updated(before, ALL_F32, grad_scale=3.0, threads=threads)
     libm, upward = ctypes.CDLL("libm.so.6"), 0x800
@@ -191,7 +191,7 @@ def test_the_callers_rounding_mode_changes_no_bit_and_stays(threads, form):
     assert kept == upward
 
 
-def test_refresh_takes_the_weight_where_the_master_does_not_round_to_it(form):
+def test_refresh_takes_the_weight_where_the_master_does_not_round_to_it(isa):
     n = 2 * CHUNK + 9
     rng = np.random.default_rng(8)
     master = boundary_patterns()[rng.integers(0, 6 * 0x10000, n)]

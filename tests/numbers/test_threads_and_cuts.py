@@ -55,7 +55,7 @@ def test_pieces_of_any_length_are_as_the_whole(threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
-def test_conversions_do_not_depend_on_threads(threads, form, monkeypatch):
+def test_conversions_do_not_depend_on_threads(threads, isa, monkeypatch):
     monkeypatch.setenv("STATESTREAM_NUM_THREADS", str(threads))
     values = random_values(5 * CHUNK + 3, seed=1, specials=0.1).weight
     stored = torch.empty_like(values, dtype=torch.bfloat16)
@@ -70,7 +70,7 @@ def test_conversions_do_not_depend_on_threads(threads, form, monkeypatch):
 
 @pytest.mark.parametrize("cuts", ["blocks", "anywhere"])
 @pytest.mark.parametrize("dtypes", ALL_DTYPES[::3], ids=str)
-def test_a_tensor_updated_in_several_calls_is_as_if_in_one(dtypes, cuts, form):
+def test_a_tensor_updated_in_several_calls_is_as_if_in_one(dtypes, cuts, isa):
     n = 2 * CHUNK + 1234
     before = State.of(random_values(n, seed=2, specials=0.01), dtypes, step=11)
     rng = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""The bits of a step are those of DESIGN's rule, every operation rounded once, on every form."""
+"""The bits of a step are those of DESIGN's rule, every operation rounded once, with every instruction set."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def promised(case: str, make: Callable[[int, int], Values]) -> np.ndarray:
     "case, make",
     [*((case, random_values) for case in CASES), *((case, tiny_values) for case in CASES if case != "eps 0")],
 )
-def test_every_operation_is_rounded_once_in_the_written_order(case, make, form):
+def test_every_operation_is_rounded_once_in_the_written_order(case, make, isa):
     options, t, grad_scale = CASES[case]
     before = State.of(make(ELEMENTS, t), ALL_F32, step=t - 1)
     after = updated(before, ALL_F32, options, grad_scale=grad_scale)

@@ -13,6 +13,7 @@ from functools import cache
 
 import numpy as np
 from statestream import _cpu
+from statestream.formats import FORMATS, Role
 from statestream.kernels import (
     BFLOAT16,
     FLOAT16,
@@ -35,6 +36,8 @@ __all__ = [
     "FIRST_ADDRESS",
     "GENERIC",
     "HOT",
+    "SCALED",
+    "WIDTHS",
     "Tensors",
     "assert_same",
     "check",
@@ -80,11 +83,11 @@ GENERIC = [
 FIRST_ADDRESS = 1 << 45
 """Of tensors that are not there."""
 
-_NAMES = {FLOAT32: "f32", BFLOAT16: "bf16", REMAINDER: "low16", NONE: ""}
-_NAMES |= {FLOAT16: "f16", SCALED_FLOAT16: "scaled16", SCALED_FLOAT8: "scaled8"}
-_DTYPES = {FLOAT32: np.uint32, BFLOAT16: np.uint16, REMAINDER: np.uint16, FLOAT16: np.uint16}
-_DTYPES |= {SCALED_FLOAT16: np.uint16, SCALED_FLOAT8: np.uint8}
-_SCALED = (SCALED_FLOAT16, SCALED_FLOAT8)
+WIDTHS = {f.code: f.itemsize for f in FORMATS}
+SCALED = [f.code for f in FORMATS if f.scaled]
+_MOMENTS = [f.code for f in FORMATS if Role.MOMENT in f.roles]
+_NAMES = {NONE: ""} | {f.code: f"scaled_{f.name}" if f.scaled else f.name for f in FORMATS}
+_DTYPES = {code: np.dtype(f"u{width}") for code, width in WIDTHS.items()}
 _SPECIALS = [0x0, 0x80000000, 0x1, 0x80000001, 0x7FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000]
 _SPECIALS += [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x3F808000, 0x3F818000, 0x7F7F8000]
 
@@ -154,7 +157,7 @@ def _bits(values: np.ndarray, format_code: int, rng: np.random.Generator) -> np.
     bits = values.astype(np.float32).view(np.uint32)
     if format_code == FLOAT32:
         return bits
-    if format_code == SCALED_FLOAT8:
+    if WIDTHS[format_code] == 1:
         return np.where(values == 0, 0, rng.integers(0, 256, values.size)).astype(np.uint8)
     if format_code in (FLOAT16, SCALED_FLOAT16):
         with np.errstate(all="ignore"):
@@ -195,7 +198,7 @@ def tensors(
     scales = {
         name: (2.0 ** rng.integers(-20, 3, -(-n // 256))).astype(np.float32)
         for name, format_code in zip(_SCALE_NAMES, (formats.exp_avg, formats.exp_avg_sq, formats.master), strict=True)
-        if format_code in _SCALED
+        if format_code in SCALED
     }
     return Tensors(*stored, step=np.array([step], np.float32), **scales)
 
@@ -210,7 +213,7 @@ def extras_of(group: list[Tensors]) -> array:
 
 def _more(group: list[Tensors], formats: Formats, stochastic: int, seed: int) -> dict:
     """What a call needs beside rows."""
-    if not stochastic and not any(f in _SCALED for f in formats):
+    if not stochastic and not any(f in SCALED for f in formats):
         return {}
     return {"extras": extras_of(group), "seed": seed, "stochastic": stochastic}
 
@@ -272,7 +275,7 @@ def chunk_elements(formats: Formats = HOT[0]) -> int:
     n, step = 2**34, np.zeros(1, np.float32)
     row = array("q", [n, *(FIRST_ADDRESS * k for k in range(1, 5)), 0, step.ctypes.data, 0])
     more = {}
-    if any(code in _SCALED for code in formats):
+    if any(code in SCALED for code in formats):
         more["extras"] = array("q", [*(FIRST_ADDRESS * k for k in range(5, 8)), 0, 0, *WHOLE, 0])
     return n // launches_of(row, formats, multiprocessors=2**30, **more)[0].grid
 
@@ -280,8 +283,7 @@ def chunk_elements(formats: Formats = HOT[0]) -> int:
 def generic_formats() -> list[Formats]:
     """Every combination that the generic kernel serves."""
     weights = [(FLOAT32, NONE), *itertools.product([BFLOAT16, FLOAT16], [NONE, FLOAT32, SCALED_FLOAT16])]
-    moments = [FLOAT32, BFLOAT16, *_SCALED]
-    every = itertools.product([*weights, (BFLOAT16, REMAINDER)], [FLOAT32, BFLOAT16, FLOAT16], moments, moments)
+    every = itertools.product([*weights, (BFLOAT16, REMAINDER)], [FLOAT32, BFLOAT16, FLOAT16], _MOMENTS, _MOMENTS)
     return [f for (param, master), *rest in every if (f := Formats(param, *rest, master)) not in ALL_FORMATS]
 
 

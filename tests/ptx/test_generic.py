@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from statestream.formats import FORMATS, Role
 from statestream.kernels import (
     BFLOAT16,
     FLOAT16,
@@ -23,6 +24,8 @@ from .cases import (
     ALL_FORMATS,
     GENERIC,
     HOT,
+    SCALED,
+    WIDTHS,
     Tensors,
     assert_same,
     check,
@@ -57,7 +60,7 @@ MAPS = {
 
 def flags_taken(formats: Formats) -> int:
     """Every flag of `stochastic` that the formats take."""
-    rounded = (BFLOAT16, SCALED_FLOAT16, SCALED_FLOAT8)
+    rounded = (BFLOAT16, *SCALED)
     param = formats.param == BFLOAT16 and formats.master == NONE
     return (formats.exp_avg in rounded) | (formats.exp_avg_sq in rounded) << 1 | param << 2
 
@@ -70,6 +73,11 @@ def group_of(formats: Formats, sizes: list[tuple[int, tuple[int, ...]]], special
         one = tensors(formats, n, seed=n, offsets=offsets, step=k % 3, specials=specials)
         group.append(replace(one, ordinal=k * 0x10001, first=first, index_map=index_map))
     return group
+
+
+def test_the_sample_has_every_format_in_every_place():
+    for place, role in enumerate((Role.PARAMETER, Role.GRADIENT, Role.MOMENT, Role.MOMENT, Role.MASTER)):
+        assert {f[place] for f in GENERIC} - {NONE} == {f.code for f in FORMATS if role in f.roles}
 
 
 SHORT = [(n, (n % 9,)) for n in (0, 1, 7, 8, 9, 15, 16, 17, 31, 100, 255)]
@@ -127,14 +135,14 @@ def test_aligned_elements_take_one_access_a_stream(formats):
     n = 8 * 256
     device = Device(ARCHS[0])
     on_device([tensors(formats, n, seed=1)], formats, device, stochastic=flags_taken(formats))
-    width = {FLOAT32: 4, SCALED_FLOAT8: 1, NONE: 0}
+    width = {NONE: 0, **WIDTHS}
     loaded = [formats.grad, formats.exp_avg, formats.exp_avg_sq, formats.master or formats.param]
     stored = [formats.param, formats.exp_avg, formats.exp_avg_sq, formats.master]
     if formats.master == REMAINDER:
         loaded.append(formats.param)
-    scales = sum(code in (SCALED_FLOAT16, SCALED_FLOAT8) for code in formats)
+    scales = sum(code in SCALED for code in formats)
     for kind, streams in (("ld", loaded), ("st", stored)):
-        bits = [8 * width.get(code, 2) * 8 for code in streams]
+        bits = [8 * width[code] * 8 for code in streams]
         counted = {o: c for o, c in device.counts.items() if of_global_memory(kind, o)}
         wide = sum(c for o, c in counted.items() if o.endswith("cs.v4.u32"))
         assert wide == sum(b // 128 for b in bits if b >= 128) * n // 8, (kind, counted)
@@ -143,12 +151,12 @@ def test_aligned_elements_take_one_access_a_stream(formats):
 
 
 INSTRUCTIONS = {
-    "bf16-bf16-scaled8-scaled8": 124,
-    "bf16+scaled16-bf16-scaled16-scaled16": 124,
-    "f16+f32-f16-scaled8-scaled16": 138,
-    "f32-f16-f32-scaled8": 96,
-    "bf16+low16-f32-scaled8-bf16": 96,
-    "f16+scaled16-f32-bf16-f32": 83,
+    "bf16-bf16-scaled_fp8-scaled_fp8": 124,
+    "bf16+scaled_fp16-bf16-scaled_fp16-scaled_fp16": 124,
+    "fp16+fp32-fp16-scaled_fp8-scaled_fp16": 138,
+    "fp32-fp16-fp32-scaled_fp8": 96,
+    "bf16+remainders-fp32-scaled_fp8-bf16": 96,
+    "fp16+scaled_fp16-fp32-bf16-fp32": 83,
     "bf16-bf16-bf16-bf16": 113,
 }
 """An element, of aligned tensors of ordinary numbers with every flag; but for moves and branches, of which the
@@ -232,7 +240,7 @@ def convert(what: str, code: int, n: int, offset: int, root: bool, arch: int) ->
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("root", [False, True], ids=["values", "roots"])
-@pytest.mark.parametrize("code", [SCALED_FLOAT16, SCALED_FLOAT8])
+@pytest.mark.parametrize("code", SCALED, ids=str)
 @pytest.mark.parametrize("what", ["decode", "encode"])
 def test_conversion(what, code, root, arch):
     for n, offset in [(n, n % 5) for n in (0, 1, 7, 8, 9, 40, 255, 257)] + [(256, 0), (1291, 1), (1288, 0)]:

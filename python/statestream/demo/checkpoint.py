@@ -58,7 +58,7 @@ def save(training: Training, exported: dict[str, Any], path: Path, control: str 
     with _one_process():
         dcp.save({"model": get_model_state_dict(training.model), "optim": exported}, checkpoint_id=path)
     if control == controls.FLIP_BIT and (training.world is None or training.world.rank == 0):
-        controls.flip_saved_bit(path, "optim.state.blocks.0.qkv.weight.exp_avg", training.settings.moments)
+        controls.flip_saved_bit(path, "optim.state.blocks.0.qkv.weight.exp_avg")
 
 
 def load(training: Training, path: Path, control: str | None) -> None:

@@ -17,20 +17,19 @@ DROP_STEP = "drop-step"
 DROP_MASTERS = "drop-masters"
 CONTROLS = (FLIP_BIT, DROP_STEP, DROP_MASTERS)
 
-_LOWEST_BITS = {torch.float32: 1 << 16, torch.bfloat16: 1 << 16, torch.float16: 1 << 16, torch.uint8: 1 << 20}
-"""Of an FP32 value, by how moments are stored: loading keeps it. In BF16 and FP8 (E4M3) it is the lowest such bit."""
+_FLIPPED = 1 << 21
+"""The second bit of an FP32 mantissa. Every format of moments keeps it, so that loading does not round it away."""
 
 
-def flip_saved_bit(path: Path, key: str, moments: torch.dtype = torch.bfloat16) -> None:
-    """Flips one bit of the largest element of the FP32 tensor `key` in a saved DCP checkpoint: one that a moment keeps
-    that is stored as `moments`."""
+def flip_saved_bit(path: Path, key: str) -> None:
+    """Flips one bit of the largest element of the FP32 tensor `key` in a saved DCP checkpoint."""
     entries = dcp.FileSystemReader(path).read_metadata().storage_data
     place = next(info for index, info in entries.items() if index.fqn == key)
     with open(path / place.relative_path, "r+b") as file:
         file.seek(place.offset)
         tensor = torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
         largest = tensor.abs().argmax()
-        tensor.view(torch.int32).view(-1)[largest] ^= _LOWEST_BITS[moments]
+        tensor.view(torch.int32).view(-1)[largest] ^= _FLIPPED
         changed = io.BytesIO()
         torch.save(tensor, changed)
         if len(changed.getvalue()) != place.length:

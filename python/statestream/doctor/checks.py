@@ -61,7 +61,7 @@ def cpu_kernels() -> Findings:
     except ImportError as error:
         yield Finding("CPU kernels", Verdict.PROBLEM, f"cannot be imported: {error}", _REBUILD)
         return
-    yield Finding("CPU kernels", Verdict.OK, f"form {cpu.form()}, of {', '.join(cpu.forms())} on this processor")
+    yield Finding("CPU kernels", Verdict.OK, f"{cpu.isa()}, of {', '.join(cpu.isas())} on this processor")
 
 
 def threads() -> Findings:
@@ -174,14 +174,14 @@ def bits() -> Findings:
     from statestream import _cpu, kernels
     from statestream.doctor.self_test import CASES, differing
 
-    began, used = time.perf_counter(), _cpu.form()
+    began, used = time.perf_counter(), _cpu.isa()
     tried: dict[str, list[str]] = {}
     try:
-        for form in _cpu.forms():
-            _cpu.use_form(form)
-            tried[f"the CPU's form {form}"] = differing(torch.device("cpu"))
+        for isa in _cpu.isas():
+            _cpu.use_isa(isa)
+            tried[f"the CPU's instruction set {isa}"] = differing(torch.device("cpu"))
     finally:
-        _cpu.use_form(used)
+        _cpu.use_isa(used)
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.device("cuda", index)
         try:

@@ -151,7 +151,7 @@ def format_of(tensor: Tensor) -> int:
 
 
 def state_format_of(tensor: Tensor) -> int:
-    """The code of a moment's or a master's dtype: float16 and uint8 (E4M3) are scaled. KeyError for others."""
+    """The code of a moment's or a master's dtype. KeyError for others."""
     return format_of_state(tensor.dtype).code
 
 
@@ -352,7 +352,7 @@ def advance_steps(device: torch.device, steps: list[Tensor], found_inf: Tensor |
 def decode(state: Tensor, out: Tensor, *, scale: Tensor | None = None, root: bool = False, first: int = 0) -> None:
     """Writes the FP32 values of a contiguous 1-D slice of a state into `out`, same device, same count.
 
-    Of a scaled state (float16, uint8) `scale` holds the whole tensor's scales, and the slice is element
+    Of a scaled state `scale` holds the whole tensor's scales, and the slice is element
     `first` on, whole blocks of 256; with `root` it holds square roots, as exp_avg_sq does.
     """
     _check_slice(state, out)
@@ -399,7 +399,7 @@ def _convert(device: torch.device, what: str, *arguments: int, **options: int) -
 def _stored(state: Tensor, scale: Tensor | None, first: int, root: bool = False) -> tuple[int, dict[str, int]]:
     """The code of a state, and what a conversion is told of its scales."""
     code = state_format_of(state)
-    if code not in (SCALED_FLOAT16, SCALED_FLOAT8):
+    if code not in _SCALED_CODES:
         if scale is not None or root:
             raise ValueError(f"scale: a state of {state.dtype} has no scales, and holds no roots")
         return code, {}

@@ -1,6 +1,6 @@
 """What a row of a kernel call needs beside addresses: block scales, and where its elements are in the whole tensor.
 
-A state stored as float16 or float8 (torch.uint8 that holds E4M3) has a float32 scale for each block of 256
+A state in a scaled format (statestream.formats) has a float32 scale for each block of 256
 elements of its local tensor in memory order, the last block perhaps short. Rounding by random bits hangs on an
 element's index in the whole tensor (csrc/random_bits.h), so that shards and cuts give the bits of the whole.
 """

@@ -21,7 +21,7 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class StateFormat:
-    """What FusedAdam's arguments say of the state. float16 and uint8 (E4M3) are payloads with scales."""
+    """What FusedAdam's arguments say of the state."""
 
     exp_avg: torch.dtype = torch.float32
     exp_avg_sq: torch.dtype = torch.float32

@@ -10,7 +10,7 @@ static bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
-const Form kAvx512Form = {"avx512",      supported,     choose_adam,   GenericKernel::range,
-                          choose_decode, choose_encode, choose_refresh};
+const Isa kAvx512Isa = {"avx512",      supported,     choose_adam,   GenericKernel::range,
+                        choose_decode, choose_encode, choose_refresh};
 }  // namespace statestream
 #endif

@@ -5,6 +5,6 @@
 
 namespace statestream {
 static bool supported() { return true; }
-const Form kPortableForm = {"portable",    supported,     choose_adam,   GenericKernel::range,
-                            choose_decode, choose_encode, choose_refresh};
+const Isa kPortableIsa = {"portable",    supported,     choose_adam,   GenericKernel::range,
+                          choose_decode, choose_encode, choose_refresh};
 }  // namespace statestream

@@ -1,4 +1,4 @@
-"""Every length, start, format and form: each element once, the same bits everywhere, nothing beside it."""
+"""Every length, start, format and instruction set: each element once, the same bits everywhere, nothing beside it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kernel_runner import (
     ALL_DTYPES,
     CHUNK,
     CPU,
-    FORMS,
     GENERIC_DTYPES,
     I16,
+    ISAS,
     Dtypes,
     Guarded,
     State,
@@ -26,7 +26,7 @@ from kernel_runner import (
     random_values,
     update,
     updated,
-    use_form,
+    use_isa,
 )
 from statestream import kernels
 
@@ -44,25 +44,25 @@ def longest(dtypes: Dtypes) -> State:
 
 @functools.cache
 def expected(dtypes: Dtypes, options: int) -> State:
-    """The longest state after one call of the simplest form; others are prefixes of it."""
-    with use_form(FORMS[-1]):
+    """The longest state after one call with the simplest instruction set; others are prefixes of it."""
+    with use_isa(ISAS[-1]):
         return updated(longest(dtypes), dtypes, OPTIONS[options])
 
 
-def check(dtypes: Dtypes, form: str, size: int, offset: int, options: int, threads: int) -> None:
+def check(dtypes: Dtypes, isa: str, size: int, offset: int, options: int, threads: int) -> None:
     """Tensors start at different places: `offset` elements past a boundary, and others by other amounts."""
     offsets = [(offset + shift) % len(OFFSETS) for shift in (0, 3, 7, 12, 16)]
     guarded = Guarded(longest(dtypes)[:size], offsets)
-    with use_form(form):
+    with use_isa(isa):
         update(guarded.state, dtypes, OPTIONS[options], threads=threads)
     want = expected(dtypes, options)[:size]
-    what = f"{dtypes} {form} size {size} offset {offset} options {options} threads {threads}"
+    what = f"{dtypes} {isa} size {size} offset {offset} options {options} threads {threads}"
     assert_same_bits(guarded.state, want, what)
     assert guarded.intact(), f"{what}: a byte outside was written"
 
 
 def sample() -> list[tuple[int, int, int, int, int, int]]:
-    """Indices (dtypes, form slot, size, offset, options, threads): any two values of any two occur together."""
+    """Indices (dtypes, isa slot, size, offset, options, threads): any two values of any two occur together."""
     return [
         (d, (d + s) % FORM_SLOTS, s, (5 * d + 7 * s + (d + s) // 4) % 18, (d // 2 + s // 3) % 2, (d // 4 + s) % 4)
         for d in range(len(ALL_DTYPES))
@@ -78,25 +78,25 @@ def test_the_sample_covers_every_pair():
 
 @pytest.mark.parametrize("dtypes", ALL_DTYPES, ids=str)
 def test_any_length_and_start_gives_the_bits_of_the_longest(dtypes):
-    for d, form, size, offset, options, threads in sample():
+    for d, isa, size, offset, options, threads in sample():
         if ALL_DTYPES[d] == dtypes:
-            check(dtypes, FORMS[form % len(FORMS)], SIZES[size], offset, options, THREADS[threads])
+            check(dtypes, ISAS[isa % len(ISAS)], SIZES[size], offset, options, THREADS[threads])
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("dtypes", ALL_DTYPES, ids=str)
-@pytest.mark.parametrize("form_name", FORMS)
-def test_any_length_and_start_gives_the_bits_of_the_longest_in_full(dtypes, form_name):
+@pytest.mark.parametrize("isa_name", ISAS)
+def test_any_length_and_start_gives_the_bits_of_the_longest_in_full(dtypes, isa_name):
     for size, offset, options in itertools.product(SIZES, OFFSETS, range(len(OPTIONS))):
         threads = THREADS if size > CHUNK else (1,)
         for count in threads:
-            check(dtypes, form_name, size, offset, options, count)
+            check(dtypes, isa_name, size, offset, options, count)
 
 
 @pytest.mark.parametrize("dtypes", ALL_DTYPES, ids=str)
 def test_every_element_is_updated(dtypes):
-    """Without this, the comparisons above could agree on elements that no form touches."""
+    """Without this, the comparisons above could agree on elements that no instruction set touches."""
     rng = np.random.default_rng(9)
     uniform = (torch.from_numpy(rng.uniform(0.5, 1.0, max(SIZES)).astype(np.float32)) for _ in range(4))
     weight, grad, exp_avg, exp_avg_sq = uniform
@@ -114,7 +114,7 @@ def test_every_element_is_updated(dtypes):
 
 
 @pytest.mark.parametrize("dtypes", ALL_DTYPES, ids=str)
-def test_equal_elements_stay_equal_in_body_head_and_tail(dtypes, form):
+def test_equal_elements_stay_equal_in_body_head_and_tail(dtypes, isa):
     one = random_values(1, seed=10)
     for size, offset in itertools.product([*range(1, 70), 1000], (0, 1, 5, 13)):
         values = Values(*(t.expand(size) for t in (one.weight, one.grad, one.exp_avg, one.exp_avg_sq)))
@@ -124,7 +124,7 @@ def test_equal_elements_stay_equal_in_body_head_and_tail(dtypes, form):
             assert len(np.unique(bits(tensor))) == 1, (name, size, offset)
 
 
-def test_the_formats_with_a_kernel_are_these_and_no_others(form):
+def test_the_formats_with_a_kernel_are_these_and_no_others(isa):
     here = {d.formats for d in (*ALL_DTYPES, *GENERIC_DTYPES)}
     assert len(here) == 8 * 3 * 4 * 4
     codes = range(-1, 8)

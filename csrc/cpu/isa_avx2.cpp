@@ -7,7 +7,7 @@
 
 namespace statestream {
 static bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
-const Form kAvx2Form = {"avx2",        supported,     choose_adam,   GenericKernel::range,
-                        choose_decode, choose_encode, choose_refresh};
+const Isa kAvx2Isa = {"avx2",        supported,     choose_adam,   GenericKernel::range,
+                      choose_decode, choose_encode, choose_refresh};
 }  // namespace statestream
 #endif

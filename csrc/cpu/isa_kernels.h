@@ -1,13 +1,16 @@
 // The hot loops of the update, over whichever Vector the including file chose. Everything here has internal linkage:
-// the linker must never take one form's code for another's.
+// the linker must never take the code of one instruction set for another's.
 #pragma once
-#include "forms.h"
+#include <type_traits>
+
+#include "isas.h"
 
 namespace {
 
 using statestream::AdamScalars;
 using statestream::TableFormats;
 using statestream::TensorRow;
+using statestream::with_format;
 constexpr int kWidth = Vector::kWidth;
 
 struct Float32 {
@@ -21,6 +24,11 @@ struct BFloat16 {
   STATESTREAM_INLINE static Vector load(const uint16_t *from) { return load_bfloat16(from); }
   STATESTREAM_INLINE static void store(uint16_t *to, Vector a) { store_bfloat16(to, a); }
 };
+
+// What reads and writes a state that has no scales.
+template <int32_t kFormat>
+using VectorsOf = std::conditional_t<kFormat == statestream::kFloat32, Float32,
+                                     std::conditional_t<kFormat == statestream::kBFloat16, BFloat16, void>>;
 
 // How the weight is kept: by itself, as an FP32 master beside it, or as its low 16 bits beside it.
 template <class Format>
