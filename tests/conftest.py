@@ -40,7 +40,7 @@ ONE_IN = {
     "numbers/test_special_values.py": 2,
     "numbers/test_stochastic_rounding.py": 2,
     "numbers/test_scaled_blocks.py": 2,
-    "numbers/test_sizes_and_forms.py": 3,
+    "numbers/test_sizes_and_isas.py": 3,
     "numbers/test_threads_and_cuts.py": 2,
     "ptx/test_generic.py": 2,
     "numbers/test_generic_kernel.py": 2,
