@@ -11,8 +11,8 @@ from __future__ import annotations
 from torch.distributed.tensor import Shard
 
 from benchmarks.runner import Report
-from tests.distributed.export_peak import BOUNDED, Shape, local_elements, peaks
-from tests.distributed.fake_cuda import fake_cuda_world
+from benchmarks.simulated.export_peak import BOUNDED, Shape, local_elements, peaks
+from benchmarks.simulated.fake_cuda import fake_cuda_world
 
 STAGING = 4 << 20
 MIB = 1 << 20

@@ -4,7 +4,7 @@ python -m benchmarks.offload_step [--gigabytes 1 3 12]
 
 Where there is a GPU it is measured: peak allocated and reserved memory of `step()`, and its time, with the state on
 the GPU ("before"), in one pass, and streamed. Without one, the real plan, layout and stream run against a clock with
-given bandwidths (tests/simulated_device/bandwidth.py): Python's own time is not in those figures.
+given bandwidths (benchmarks/simulated/bandwidth.py): Python's own time is not in those figures.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from statestream import CPUOffloadOptimizer, FusedAdam
 
 from benchmarks.runner import Report, interleaved
-from tests.simulated_device.bandwidth import LINK, MEMORY, TRAFFIC, adam_units, time_step
+from benchmarks.simulated.bandwidth import LINK, MEMORY, TRAFFIC, adam_units, time_step
 
 GB, MIB = 10**9, 1 << 20
 STATE_BYTES = 8  # BF16 moments and an FP32 master

@@ -37,13 +37,13 @@ ONE_IN = {
     "step/test_against_double.py": 2,
     "step/test_copies.py": 3,
     "muon/test_one_process.py": 2,
-    "numbers/test_special_values.py": 2,
-    "numbers/test_stochastic_rounding.py": 2,
-    "numbers/test_scaled_blocks.py": 2,
-    "numbers/test_sizes_and_isas.py": 3,
-    "numbers/test_threads_and_cuts.py": 2,
+    "native/test_special_values.py": 2,
+    "native/test_stochastic_rounding.py": 2,
+    "native/test_scaled_blocks.py": 2,
+    "native/test_sizes_and_isas.py": 3,
+    "native/test_threads_and_cuts.py": 2,
     "ptx/test_generic.py": 2,
-    "numbers/test_generic_kernel.py": 2,
+    "native/test_generic_kernel.py": 2,
     "distributed/test_transfer.py": 2,
 }
 FEW = 24
@@ -58,10 +58,10 @@ NOT_QUICK = tuple(
     docs/test_planning docs/test_testing_page.py::test_the_quick
     doctor emulation fake_runtime fault_points/test_saving faults figures fuzz integrations
     memory/test_resident_peaks muon/test_on_fake_cuda muon/test_on_simulated_device muon/test_ranks
-    numbers/test_doctor_checksums numbers/test_formats.py::test_the_table_needs_no_torch numbers/test_hostile_calls
-    numbers/test_large_conversions
-    numbers/test_native_threads numbers/test_scaled_blocks numbers/test_scaled_scalars numbers/test_scaled_training
-    numbers/test_threads_and_cuts numbers/test_update_accuracy offload/test_documentation offload/test_fake_cuda
+    native/test_doctor_checksums native/test_formats.py::test_the_table_needs_no_torch native/test_hostile_calls
+    native/test_large_conversions
+    native/test_native_threads native/test_scaled_blocks native/test_scaled_scalars native/test_scaled_training
+    native/test_threads_and_cuts native/test_update_accuracy offload/test_documentation offload/test_fake_cuda
     offload/test_forked_children offload/test_long_runs offload/test_memory.py::test_a_forked_child
     offload/test_memory.py::test_host_memory_ simulated_device/test_offloaded_gradients
     simulated_device/test_optimizers streaming/test_plan.py::test_every_grain

@@ -1,7 +1,7 @@
 """The table of storage formats: every number that is kept, in a tensor or in a checkpoint, has one of these.
 
 Whatever else has to know of a format asks here: kernels, state, arguments, exports, conversions, the planner.
-csrc/number_formats.h has the same table for native code, and tests/numbers/test_formats.py compares the two.
+csrc/number_formats.h has the same table for native code, and tests/native/test_formats.py compares the two.
 """
 
 from __future__ import annotations

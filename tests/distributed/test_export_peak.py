@@ -8,9 +8,9 @@ from statestream.checkpoint import transfer
 from statestream.state import stored
 from torch.distributed.tensor import Replicate, Shard
 
-from .export_peak import BOUNDED, Peak, Shape, build, local_elements, peaks
-from .fake_cuda import fake_cuda_world
-from .live_bytes import LiveBytes
+from benchmarks.simulated.export_peak import BOUNDED, Peak, Shape, build, local_elements, peaks
+from benchmarks.simulated.fake_cuda import fake_cuda_world
+from benchmarks.simulated.live_bytes import LiveBytes
 
 STAGING = 1 << 19
 

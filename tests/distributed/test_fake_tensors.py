@@ -12,8 +12,8 @@ from helpers.modes import Mode
 from statestream import FusedAdam
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .fake_cuda import fake_cuda_world
-from .live_bytes import LiveBytes
+from benchmarks.simulated.fake_cuda import fake_cuda_world
+from benchmarks.simulated.live_bytes import LiveBytes
 
 MODES = [
     {},

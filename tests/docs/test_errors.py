@@ -75,8 +75,9 @@ def missing_matplotlib() -> None:
 
 
 def another_sharding(tmp_path) -> None:
-    from distributed.fake_cuda import fake_cuda_world
     from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    from benchmarks.simulated.fake_cuda import fake_cuda_world
 
     with fake_cuda_world((8,)) as mesh, torch.no_grad():
         local = torch.empty(16, 4, dtype=torch.bfloat16, device="cuda:0")

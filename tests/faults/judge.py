@@ -52,7 +52,7 @@ PTX = Judge(
 )
 NUMBERS = Judge(
     tuple(
-        f"tests/numbers/test_{what}.py"
+        f"tests/native/test_{what}.py"
         for what in ("written_contract", "storage_rounding", "remainders", "scaled_scalars", "stochastic_rounding")
     ),
     of_the_cpu=True,

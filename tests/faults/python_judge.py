@@ -31,7 +31,7 @@ _OF_TIME = ("not_slow", "in_a_few_seconds", "under_90_seconds")
 
 _OTHER_ROOMS = (
     *("step", "state_dict", "offload", "simulated_device", "distributed", "dcp", "muon", "planner", "convert"),
-    *("memory", "hostile", "fault_points", "fuzz", "te", "doctor", "demo", "numbers", "integrations", "figures"),
+    *("memory", "hostile", "fault_points", "fuzz", "te", "doctor", "demo", "native", "integrations", "figures"),
     "docs",
 )
 """Those that see Python code, in the order in which they are asked."""

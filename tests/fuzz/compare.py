@@ -56,7 +56,7 @@ def check(optimizer: Any, params: dict[int, Tensor], reference: Reference, model
 
 def _one_nan(dtype: torch.dtype, *patterns: np.ndarray) -> list[np.ndarray]:
     """With one pattern for every NaN: torch's casts, of a parameter that moves to another dtype, leave others than
-    kernels do (which tests/numbers judges)."""
+    kernels do (which tests/native judges)."""
     infinity = {FP32: 0x7F800000, BF16: 0x7F80, FP16: 0x7C00}.get(dtype)
     if infinity is None:
         return list(patterns)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import payload_judge as payloads
-import storage_judge as storage
 import torch
+from native import payload_judge as payloads
+from native import storage_judge as storage
 from torch import Tensor
 
 __all__ = ["BF16", "FP8", "FP16", "FP32", "INT16", "SCALED", "Held", "held", "memory_order", "patterns_of", "weight"]

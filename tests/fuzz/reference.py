@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import payload_judge
 import torch
+from native import payload_judge
 
 from . import formats
 from .arithmetic import Settings, adam

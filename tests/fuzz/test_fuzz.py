@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from contract_judge import rounded
+from native.contract_judge import rounded
 from statestream import FusedAdam
 
 from .arithmetic import fma

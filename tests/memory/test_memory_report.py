@@ -6,14 +6,15 @@ import copy
 
 import pytest
 import torch
-from distributed.fake_cuda import fake_cuda_world
-from distributed.live_bytes import LiveBytes
 from helpers.modes import FORMS
 from offload.makers import SignDescent
 from offload.test_fake_cuda import FakeCuda, sharded
 from statestream import CPUOffloadOptimizer, FusedAdam, log_memory
 from statestream.memory import MemoryReport
 from statestream.offload import optimizer as offload_optimizer
+
+from benchmarks.simulated.fake_cuda import fake_cuda_world
+from benchmarks.simulated.live_bytes import LiveBytes
 
 SIZES = {torch.float32: 4, torch.bfloat16: 2, torch.int16: 2, torch.float16: 2, torch.uint8: 1}
 SHAPES = [(100, 30), (7,), (64, 64)]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributed.fake_cuda import fake_cuda_world
-from distributed.live_bytes import LiveBytes
 from offload.test_fake_cuda import FakeCuda, sharded
 from statestream import CPUOffloadOptimizer
+
+from benchmarks.simulated.fake_cuda import fake_cuda_world
+from benchmarks.simulated.live_bytes import LiveBytes
 
 from .cases import STAND_INS
 

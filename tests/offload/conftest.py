@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.devices import Beyond
 from statestream import FusedAdam
-from statestream.device.queues import HostDevice
 from statestream.offload import optimizer as optimizer_module
 from statestream.offload import strategy as units_module
 from torch.nn import Parameter
@@ -82,12 +82,6 @@ def assert_same_training(params, optimizer, other_params, other) -> None:
             assert mine.keys() == theirs.keys(), f"scales of parameter {i}"
             for name in mine:
                 assert_same_values(mine[name], theirs[name], f"scales of {name} of parameter {i}")
-
-
-class Beyond(HostDevice):
-    """The parameters are on the CPU, and the host's share has to copy all the same, as from a GPU."""
-
-    host_reaches_parameters = False
 
 
 class Counting(Beyond):

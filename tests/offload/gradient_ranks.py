@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from helpers.devices import Beyond
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload import optimizer as optimizer_module
 from statestream.offload import strategy as units_module
@@ -14,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .conftest import Beyond, assert_same_values
+from .conftest import assert_same_values
 
 OPTIONS = {"lr": 0.1, "master_weights": True, "exp_avg_dtype": "bf16"}
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed.checkpoint as dcp
+from helpers.devices import Beyond
 from helpers.memory import own_resident_bytes
 from statestream import CPUOffloadOptimizer, FusedAdam
-from statestream.device.queues import HostDevice
 from statestream.offload import optimizer as optimizer_module
 from statestream.streaming.host_pipeline import SLOT_BYTES
 
@@ -39,12 +39,6 @@ def saving_async(state_dict: dict) -> Iterator[None]:
         writing = dcp.async_save({"optimizer": state_dict}, checkpoint_id=directory, no_dist=True)
         yield
         writing.result()
-
-
-class Beyond(HostDevice):
-    """Parameters that the host's share of a step has to copy, as from a GPU."""
-
-    host_reaches_parameters = False
 
 
 def shared(sizes: list[int], dtype: torch.dtype) -> dict[str, int]:

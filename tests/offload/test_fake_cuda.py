@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributed.fake_cuda import fake_cuda_world
-from distributed.live_bytes import LiveBytes
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.device.queues import HostDevice
 from statestream.state.stored import Stored
 from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks.simulated.fake_cuda import fake_cuda_world
+from benchmarks.simulated.live_bytes import LiveBytes
 
 MiB = 1 << 20
 

@@ -11,13 +11,14 @@ import threading
 
 import pytest
 import torch
+from helpers.devices import Beyond
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline, log_memory
 from statestream.offload.adam import host_share
 from statestream.offload.gradients import staging
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import lr_scheduler
 
-from .conftest import Beyond, assert_same_training, assert_same_values, make_params, train
+from .conftest import assert_same_training, assert_same_values, make_params, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*need more than step_chunk_bytes")
 

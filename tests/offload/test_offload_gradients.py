@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.devices import Beyond
 from helpers.training import with_gradients
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline
 from statestream.offload.adam import host_share
@@ -17,7 +18,7 @@ from statestream.offload.gradients import staging
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from .conftest import SHAPES, Beyond, Counting, assert_same_training, assert_same_values, bits, make_params
+from .conftest import SHAPES, Counting, assert_same_training, assert_same_values, bits, make_params
 
 FORMS = {
     "fp32": (torch.float32, {}),

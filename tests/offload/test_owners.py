@@ -12,6 +12,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.devices import Beyond
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline
 from statestream.device.host_memory import HostMemory
 from statestream.offload import optimizer as optimizer_module
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
-from .conftest import Beyond, Pinning, assert_same_training, make_params, train
+from .conftest import Pinning, assert_same_training, make_params, train
 from .makers import OPTIMIZERS
 
 TAKEN = "another optimizer has taken over the gradients of"

@@ -7,13 +7,14 @@ from itertools import combinations
 
 import pytest
 import torch
+from helpers.devices import Beyond
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.device.queues import HostMemory
 from statestream.offload.adam import host_share
 from statestream.offload.host.arena import Arena
 from torch.nn import Parameter
 
-from .conftest import Beyond, assert_same_training, assert_same_values, make_params, train
+from .conftest import assert_same_training, assert_same_values, make_params, train
 
 SHAPES = [(600,), (20, 30), (300,), (1000,)]
 MATRICES = [(20, 30), (15, 20), (30, 10), (40, 25)]

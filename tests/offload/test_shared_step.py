@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from helpers.bits import differences, snapshot
+from helpers.devices import Beyond
 from helpers.gil import ticks_in_calls
 from helpers.modes import FORMS
 from helpers.training import build, train
@@ -15,7 +16,7 @@ from statestream import CPUOffloadOptimizer, FusedAdam, kernels
 from statestream.offload.adam import host_share
 from statestream.streaming import host_pipeline
 
-from .conftest import Beyond, Counting, assert_same_training, make_params, params_of_odd_layouts, set_grads
+from .conftest import Counting, assert_same_training, make_params, params_of_odd_layouts, set_grads
 from .conftest import train as train_params
 
 FRACTIONS = [0, 0.25, 0.5, 1, "auto"]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.devices import Beyond
 from statestream import CPUOffloadOptimizer, FusedAdam, Timeline
 from statestream.device.queues import HostDevice
 
@@ -162,9 +163,6 @@ def test_an_error_in_a_step_ends_the_recording_too(on_device):
 
 
 def test_the_hosts_share_is_recorded_too(on_device, tmp_path):
-    class Beyond(HostDevice):
-        host_reaches_parameters = False
-
     on_device(Beyond())
     params = make_params(torch.bfloat16)
     optimizer = CPUOffloadOptimizer(MAKERS["fused_adam"](params), BUDGET, cpu_fraction=0.5)

@@ -6,8 +6,6 @@ import gc
 
 import pytest
 import torch
-from distributed.fake_cuda import fake_cuda_world
-from distributed.live_bytes import LiveBytes
 from offload.test_fake_cuda import FakeCuda
 from statestream import CPUOffloadOptimizer, FusedAdam
 from statestream.offload import optimizer as offload_optimizer
@@ -18,6 +16,9 @@ from statestream.planner.model import Model, Parameter
 from statestream.planner.settings import Settings
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from benchmarks.simulated.fake_cuda import fake_cuda_world
+from benchmarks.simulated.live_bytes import LiveBytes
 
 RANK = 0
 """Of the fake world: the one whose shards are the largest."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from simulated_device.bandwidth import TRAFFIC, adam_units, time_step
 from statestream.planner.estimate import estimate
 from statestream.planner.mesh import Mesh
 from statestream.planner.model import Model, Parameter
 from statestream.planner.settings import Settings
 from statestream.planner.times import Rates, times
+
+from benchmarks.simulated.bandwidth import TRAFFIC, adam_units, time_step
 
 GB = 10**9
 ELEMENTS = [60_000_000, *[20_000_000, 13] * 12]

@@ -1,6 +1,6 @@
 """States for the kernels, and the same call on the CPU kernel and on interpreted PTX.
 
-The CPU kernel is the reference here: tests/numbers holds that against references of its own.
+The CPU kernel is the reference here: tests/native holds that against references of its own.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from .runner import SANITIZERS, build, missing, reports, run
 
-ROOMS = tuple(f"tests/{room}" for room in ("numbers", "step", "state_dict", "dcp", "offload", "convert", "memory"))
+ROOMS = tuple(f"tests/{room}" for room in ("native", "step", "state_dict", "dcp", "offload", "convert", "memory"))
 """Those that call native code."""
 WITH_THREADS = (
-    *(f"tests/numbers/test_{what}.py" for what in ("native_threads", "threads_and_cuts", "stochastic_rounding")),
+    *(f"tests/native/test_{what}.py" for what in ("native_threads", "threads_and_cuts", "stochastic_rounding")),
     "tests/step/test_threads_and_processes.py",
     *(f"tests/offload/test_{what}.py" for what in ("shared_step", "worker", "balance", "share")),
 )

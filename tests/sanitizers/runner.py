@@ -84,8 +84,8 @@ SANITIZERS = {
         ),
         left_out=dict.fromkeys(
             (
-                "tests/numbers/test_native_threads.py::test_other_python_threads_run_during_a_call[2]",
-                "tests/numbers/test_native_threads.py::test_a_child_forked_during_another_threads_call_can_step",
+                "tests/native/test_native_threads.py::test_other_python_threads_run_during_a_call[2]",
+                "tests/native/test_native_threads.py::test_a_child_forked_during_another_threads_call_can_step",
             ),
             "gives one tensor many rows of a call, which is a race, to keep it long",
         ),

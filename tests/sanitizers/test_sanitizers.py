@@ -9,7 +9,7 @@ from tests.faults.judge import ROOT
 from .runner import SANITIZERS, build, missing, reports, run
 
 NOTICED = {"address": "heap-buffer-overflow", "undefined": "left shift of", "thread": "data race"}
-TESTS = ["tests/numbers/test_native_threads.py", "-k", "two_threads_calling_at_once"]
+TESTS = ["tests/native/test_native_threads.py", "-k", "two_threads_calling_at_once"]
 
 
 @pytest.mark.parametrize("name", SANITIZERS)

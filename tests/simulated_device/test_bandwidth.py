@@ -2,7 +2,7 @@
 
 import pytest
 
-from .bandwidth import MEMORY, adam_units, time_step
+from benchmarks.simulated.bandwidth import MEMORY, adam_units, time_step
 
 GB = 10**9
 

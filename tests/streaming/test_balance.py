@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from simulated_device.bandwidth import adam_units, time_shared_step
 from statestream.streaming.balance import Balance
+
+from benchmarks.simulated.bandwidth import adam_units, time_shared_step
 
 GB = 10**9
 UNITS = adam_units([GB // 16, *[GB // 128 - 13, 13] * 20])

@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers.bits import snapshot
+from helpers.devices import Beyond
 from helpers.modes import BF16, FP8, FP16, FP32, Mode
 from helpers.training import build, train
 from statestream import CPUOffloadOptimizer, FusedAdam, plan
@@ -236,12 +237,6 @@ def copies() -> Found:
 
 
 # ---- CPUOffloadOptimizer ----
-
-
-class Beyond(HostDevice):
-    """The host's share has to be copied, as from a GPU."""
-
-    host_reaches_parameters = False
 
 
 def on_device(device: Any) -> Any:

@@ -1,7 +1,7 @@
 """Whether this machine computes the bits that docs/numbers.md promises.
 
 A few steps on numbers made by integer arithmetic, whose result has a known checksum. The checksums are not those of a
-run of these kernels: tests/numbers/test_doctor_checksums.py derives them from the written rule, in exact fractions
+run of these kernels: tests/native/test_doctor_checksums.py derives them from the written rule, in exact fractions
 rounded one operation at a time.
 """
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_runner import BF16, F16, F32, U8
 from statestream import kernels
+
+from native.kernel_runner import BF16, F16, F32, U8
 
 N = (1 << 20) + 256 + 77
 PART = 1 << 16

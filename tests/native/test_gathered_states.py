@@ -6,9 +6,10 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from kernel_runner import BF16, F16, F32, I16, U8
 from statestream import FusedAdam, kernels
 from statestream.tensors.global_index import WHOLE
+
+from native.kernel_runner import BF16, F16, F32, I16, U8
 
 pytestmark = pytest.mark.skipif(kernels._EXCHANGE is None, reason="this torch has no exchange of many tensors")
 

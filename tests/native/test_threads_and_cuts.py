@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kernel_runner import (
+from statestream import kernels
+
+from native.kernel_runner import (
     ALL_BF16,
     ALL_DTYPES,
     ALL_F32,
@@ -17,7 +19,6 @@ from kernel_runner import (
     update,
     updated,
 )
-from statestream import kernels
 
 MIXED_SIZES = [CHUNK + 1, 1, 0, 3 * CHUNK, 130, 0, 2 * CHUNK - 1, 7, 4096]
 

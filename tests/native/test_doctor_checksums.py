@@ -6,10 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import storage_judge
 import torch
-from contract_judge import contract_step
-from kernel_runner import ADAMW
 from statestream.doctor.self_test import (
     CASES,
     CHECKSUMS,
@@ -21,6 +18,10 @@ from statestream.doctor.self_test import (
     differing,
     numbers,
 )
+
+from native import storage_judge
+from native.contract_judge import contract_step
+from native.kernel_runner import ADAMW
 
 RULE = replace(
     ADAMW,

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_runner import (
+
+from native.kernel_runner import (
     ADAMW,
     ALL_DTYPES,
     BF16,
@@ -22,7 +23,7 @@ from kernel_runner import (
     updated,
     use_isa,
 )
-from step_judge import TENSORS, stored_step
+from native.step_judge import TENSORS, stored_step
 
 OPTIONS = (
     ADAMW,

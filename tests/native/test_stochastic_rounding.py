@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import payload_judge as judge
 import pytest
 import torch
-from kernel_runner import (
+from statestream.tensors.global_index import IndexMap
+
+from native import payload_judge as judge
+from native.kernel_runner import (
     ADAMW,
     ALL_BF16,
     BF16,
@@ -27,8 +29,7 @@ from kernel_runner import (
     update,
     updated,
 )
-from statestream.tensors.global_index import IndexMap
-from step_judge import TENSORS
+from native.step_judge import TENSORS
 
 ALL_BF16_FLAGS = 7
 KEEP = replace(ADAMW, lr=0.0, weight_decay=0.0)

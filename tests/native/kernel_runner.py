@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import payload_judge
-import storage_judge
 import torch
 from statestream import _cpu, kernels
 from statestream.kernels import AdamOptions
 from statestream.kernels.abi import extras_row
 from statestream.tensors.global_index import WHOLE, IndexMap
 from torch import Tensor
+
+from native import payload_judge, storage_judge
 
 CPU = torch.device("cpu")
 ISAS = tuple(_cpu.isas())

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import payload_judge
-import storage_judge
 import torch
-from kernel_runner import (
+from statestream.kernels import AdamOptions
+
+from native import payload_judge, storage_judge
+from native.kernel_runner import (
     ALL_F32,
     F16,
     F32,
@@ -23,7 +24,6 @@ from kernel_runner import (
     bits,
     updated,
 )
-from statestream.kernels import AdamOptions
 
 TENSORS = ("exp_avg", "exp_avg_sq", "param")
 """In the order of their numbers in a random key, and of the flags of `stochastic`."""

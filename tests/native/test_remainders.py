@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import storage_judge
 import torch
-from kernel_runner import (
+
+from native import storage_judge
+from native.kernel_runner import (
     ADAMW,
     ALL_F32,
     BF16,

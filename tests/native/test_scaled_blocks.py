@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.memory import peak_extra_bytes
-from kernel_runner import (
+
+from native.kernel_runner import (
     ADAMW,
     BF16,
     CHUNK,
@@ -29,7 +30,7 @@ from kernel_runner import (
     updated,
     use_isa,
 )
-from step_judge import stored_step
+from native.step_judge import stored_step
 
 MIXES = [
     Dtypes(F32, F32, U8, U8),

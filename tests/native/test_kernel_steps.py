@@ -9,9 +9,11 @@ from math import isqrt
 
 import numpy as np
 import pytest
-import storage_judge
 import torch
-from kernel_runner import (
+from statestream import kernels
+
+from native import storage_judge
+from native.kernel_runner import (
     ADAMW,
     ALL_BF16,
     ALL_DTYPES,
@@ -29,7 +31,6 @@ from kernel_runner import (
     update,
     updated,
 )
-from statestream import kernels
 
 L2 = replace(ADAMW, decoupled=False)
 

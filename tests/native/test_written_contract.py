@@ -10,8 +10,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from contract_judge import contract_step, rounded, rounded_sqrt
-from kernel_runner import ADAMW, ALL_F32, State, Values, bits, random_values, updated
+
+from native.contract_judge import contract_step, rounded, rounded_sqrt
+from native.kernel_runner import ADAMW, ALL_F32, State, Values, bits, random_values, updated
 
 L2 = replace(ADAMW, decoupled=False, weight_decay=0.1)
 CASES = {

@@ -7,7 +7,11 @@ from array import array
 import numpy as np
 import pytest
 import torch
-from kernel_runner import (
+from statestream import kernels
+from statestream.kernels.abi import extras_row, scale_address
+from statestream.tensors.global_index import IndexMap
+
+from native.kernel_runner import (
     ADAMW,
     ALL_F32,
     BF16,
@@ -22,9 +26,6 @@ from kernel_runner import (
     update,
     use_isa,
 )
-from statestream import kernels
-from statestream.kernels.abi import extras_row, scale_address
-from statestream.tensors.global_index import IndexMap
 
 SCALED = Dtypes(BF16, BF16, U8, F16, F16)
 EXP_AVG_SCALE, EXP_AVG_SQ_SCALE, MASTER_SCALE, ORDINAL, FIRST, SIZE0, SIZE1 = range(7)

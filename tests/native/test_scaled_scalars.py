@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import payload_judge as judge
 import pytest
-import scalar_formats as scalars
-import storage_judge
 import torch
-from payload_judge import FP8, FP16, Kind
+
+from native import payload_judge as judge
+from native import scalar_formats as scalars
+from native import storage_judge
+from native.payload_judge import FP8, FP16, Kind
 
 KINDS = [pytest.param(FP16, id="fp16"), pytest.param(FP8, id="fp8")]
 ROOTS = pytest.mark.parametrize("root", [False, True], ids=["value", "root"])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import payload_judge as judge
 import pytest
-import storage_judge
 import torch
-from kernel_runner import BF16, CHUNK, F16, F32, PAYLOADS, U8, as_bfloat16, as_payloads, bits, use_isa
 from statestream import kernels
 from statestream.formats import scale_count
-from step_judge import as_float16
+
+from native import payload_judge as judge
+from native import storage_judge
+from native.kernel_runner import BF16, CHUNK, F16, F32, PAYLOADS, U8, as_bfloat16, as_payloads, bits, use_isa
+from native.step_judge import as_float16
 
 LENGTHS = [*range(1, 18), 31, 33, 255, 256, 257, 511, 512, 513, 1000, CHUNK - 1, CHUNK + 1, 2 * CHUNK + 300]
 SCALED = pytest.mark.parametrize("dtype", [F16, U8], ids=["fp16", "fp8"])

@@ -9,7 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_runner import (
+from statestream import kernels
+
+from native.kernel_runner import (
     ADAMW,
     ALL_DTYPES,
     CHUNK,
@@ -28,7 +30,6 @@ from kernel_runner import (
     updated,
     use_isa,
 )
-from statestream import kernels
 
 SIZES = [*range(131), 4095, 4096, 4097, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
 OFFSETS = range(18)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_runner import (
+
+from native.kernel_runner import (
     ADAMW,
     ALL_BF16,
     ALL_DTYPES,

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_runner import ADAMW, ALL_F32, F16, F32, U8, Dtypes, State, Values, update
 from numpy.random import Generator
+
+from native.kernel_runner import ADAMW, ALL_F32, F16, F32, U8, Dtypes, State, Values, update
 
 STEPS, ELEMENTS = 3000, 1024
 BARE = replace(ADAMW, lr=1.0, weight_decay=0.0)

@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import storage_judge
 import torch
-from kernel_runner import (
+from statestream import kernels
+
+from native import storage_judge
+from native.kernel_runner import (
     ADAMW,
     ALL_DTYPES,
     ALL_F32,
@@ -27,7 +29,6 @@ from kernel_runner import (
     random_values,
     updated,
 )
-from statestream import kernels
 
 EVERY_HALF = np.arange(0x10000, dtype=np.uint32)
 CUT_OFF_HALVES = (0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF)

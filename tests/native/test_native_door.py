@@ -7,7 +7,9 @@ from ctypes import c_void_p
 
 import pytest
 import torch
-from kernel_runner import (
+from statestream import _cpu, kernels
+
+from native.kernel_runner import (
     ADAMW,
     ALL_BF16,
     ALL_F32,
@@ -20,7 +22,6 @@ from kernel_runner import (
     random_values,
     update,
 )
-from statestream import _cpu, kernels
 
 REMAINDERS = Dtypes(BF16, BF16, F32, BF16, I16)
 NUMEL, PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, STEP = range(7)

@@ -13,8 +13,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers.gil import ticks_in_calls
-from kernel_runner import ALL_BF16, ALL_F32, CHUNK, State, assert_same_bits, difference, random_values, update, updated
 from statestream import kernels
+
+from native.kernel_runner import (
+    ALL_BF16,
+    ALL_F32,
+    CHUNK,
+    State,
+    assert_same_bits,
+    difference,
+    random_values,
+    update,
+    updated,
+)
 
 
 def long_call(threads: int, seconds: float = 0.4) -> list[State]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from adam_judge import adam_step, ulps
-from kernel_runner import ADAMW, ALL_F32, CHUNK, State, random_values, update, updated
 from statestream.kernels import AdamOptions
+
+from native.adam_judge import adam_step, ulps
+from native.kernel_runner import ADAMW, ALL_F32, CHUNK, State, random_values, update, updated
 
 ELEMENTS = 1_000_000
 STEP_NUMBERS = [*range(1, 21), *(n * n for n in range(5, 25)), *range(25_000, 1_000_001, 25_000)]

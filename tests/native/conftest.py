@@ -1,14 +1,9 @@
-"""This folder is no package: with an __init__.py it would be found in place of Python's own `numbers`."""
-
-import sys
-from pathlib import Path
+from __future__ import annotations
 
 import pytest
 import torch
-from kernel_runner import ISAS, use_isa
 
-# For tests/helpers, which the folders that are packages find without this.
-sys.path.append(str(Path(__file__).parents[1]))
+from native.kernel_runner import ISAS, use_isa
 
 
 @pytest.fixture(scope="module", autouse=True)
