@@ -18,7 +18,9 @@ pytestmark = pytest.mark.skipif(
 
 MIB = 1 << 20
 NEED = 16 * MIB
-NEAR = pytest.approx(NEED, abs=MIB)
+SLACK = 1.5 * MIB
+"""Each processor counts up to 64 pages of each kind by itself before the system knows. Less than the 2 MiB that go."""
+NEAR = pytest.approx(NEED, abs=SLACK)
 
 
 def passing() -> None:
@@ -39,7 +41,7 @@ def file_pages(tmp_path):
 def test_a_peak_is_what_the_work_takes_passing_or_kept():
     assert peak_extra_bytes(passing) == NEAR
     assert peak_extra_bytes(lambda: torch.ones(NEED, dtype=torch.uint8)) == NEAR
-    assert peak_extra_bytes(lambda: None) == pytest.approx(0, abs=MIB)
+    assert peak_extra_bytes(lambda: None) == pytest.approx(0, abs=SLACK)
 
 
 def work_that_loses_file_pages(pages, times):

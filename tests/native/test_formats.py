@@ -67,7 +67,7 @@ def gathered(param: torch.nn.Parameter, **arguments) -> tuple[FusedAdam, kernels
         exp_avg_sq=state_format.exp_avg_sq,
         masters={param.dtype: state_format.master_of(param.dtype)},
         step_on_device=False,
-        scales=optimizer._factory.scales,
+        scales=optimizer.backend.scales,
         sharded=False,
         extras=False,
         first_ordinal=0,
