@@ -266,6 +266,7 @@ def test_nvcc_is_found(where, source, bare_python, no_nvcc, tmp_path):
     assert list((source / "python" / "statestream").glob("_cuda*.so"))
 
 
+@pytest.mark.long
 def test_only_what_changed_is_compiled_again(source, bare_python, no_nvcc, tmp_path):
     toolkit = FakeToolkit(tmp_path / "toolkit")
     env = {**no_nvcc, "CUDA_HOME": str(tmp_path / "toolkit")}
@@ -291,6 +292,7 @@ def test_only_what_changed_is_compiled_again(source, bare_python, no_nvcc, tmp_p
     assert again(STATESTREAM_CUDA_ARCHS="90")[0] == 1
 
 
+@pytest.mark.long
 def test_a_changed_header_compiles_all_again(source, bare_python, no_nvcc, tmp_path):
     toolkit = FakeToolkit(tmp_path / "toolkit")
     env = {**no_nvcc, "CUDA_HOME": str(tmp_path / "toolkit")}

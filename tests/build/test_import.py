@@ -22,7 +22,7 @@ def run(code, cwd, *, path=None, env=None, check=True):
     return done
 
 
-@pytest.fixture(params=["absent", "damaged"])
+@pytest.fixture(params=["absent", pytest.param("damaged", marks=pytest.mark.long)])
 def package_without_native(request, tmp_path):
     """A folder to import a copy of the package from, whose compiled module is not there or no library."""
     source = Path(statestream.__file__).parent
@@ -205,6 +205,7 @@ def test_import_opens_nothing_for_writing_and_asks_no_network(tmp_path):
     assert "'open', 'os.putenv', 'socket.getaddrinfo'" in of_control
 
 
+@pytest.mark.long  # the test before looks at what is opened
 def test_import_writes_no_files(tmp_path):
     for name in ("home", "temp", "cwd"):
         (tmp_path / name).mkdir()

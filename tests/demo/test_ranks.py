@@ -17,10 +17,10 @@ def unwrapped(text: str) -> str:
 
 
 def test_two_ranks_resume_bit_for_bit_and_one_rank_closely(command, tmp_path):
-    ran = command("demo", "--ranks", 2, "--steps", 6, "--device", "cpu", "--out", tmp_path)
+    ran = command("demo", "--ranks", 2, "--steps", 4, "--device", "cpu", "--out", tmp_path)
     text = unwrapped(ran.out)
     assert ran.status == 0, ran
-    assert "1,457,856 parameters, 6 steps, on cpu, 2 ranks" in text
+    assert "1,457,856 parameters, 4 steps, on cpu, 2 ranks" in text
     assert "equal bit for bit" in text
     assert re.search(r"close: resumed on 1 rank, the losses are within 0\.0\d+ nats", text)
     exported = float(re.search(r"exported to the host, by rank 0\D+([\d.]+) MB", text)[1])

@@ -16,7 +16,7 @@ from statestream.offload import optimizer as optimizer_module
 from statestream.streaming.host_pipeline import SLOT_BYTES
 
 MiB = 1 << 20
-ELEMENTS = 10 * MiB
+ELEMENTS = 6 * MiB
 STEPPED_ELEMENTS = 20 * MiB
 """Where the host steps: enough to fill its slots."""
 
