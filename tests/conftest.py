@@ -80,7 +80,10 @@ NOT_QUICK = tuple(
 """Rooms, files and tests that start processes or take a second: how a path below tests/ and a test's name begin."""
 
 
-BY_TEST = ("tests/ptx/test_generic.py", "tests/simulated_device/test_optimizers.py")
+BY_TEST = (
+    *("tests/demo/test_demo_command.py", "tests/ptx/test_generic.py"),
+    "tests/simulated_device/test_optimizers.py",
+)
 """Files that would take longest: each test in them may run in another process."""
 TOGETHER = {
     "build": ("tests/build/test_cuda_wheel", "tests/build/test_sdist_and_wheel"),
