@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["call_hooks", "run_step_hooks", "run_step_pre_hooks", "through_hooks", "without_load_hooks"]
+__all__ = ["call_hooks", "run_step_post_hooks", "run_step_pre_hooks", "through_hooks", "without_load_hooks"]
 
 Hooks = Mapping[int, Callable[..., Any]]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -26,7 +26,7 @@ def run_step_pre_hooks(hooks: Hooks, optimizer: torch.optim.Optimizer, call: Cal
     return call
 
 
-def run_step_hooks(hooks: Hooks, optimizer: torch.optim.Optimizer, call: Call) -> None:
+def run_step_post_hooks(hooks: Hooks, optimizer: torch.optim.Optimizer, call: Call) -> None:
     for hook in list(hooks.values()):
         hook(optimizer, *call)
 

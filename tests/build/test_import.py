@@ -152,12 +152,10 @@ def test_training_saving_and_plans_need_torch_alone(tmp_path):
     assert done.stdout.splitlines() == [advice("matplotlib")] * 2
 
 
-@pytest.mark.long
 def test_training_saving_and_plans_load_no_package_of_the_extra(tmp_path):
     run(f"{TORCH_ALONE}\nfound = {set(CLI_EXTRA)} & set(sys.modules)\nassert not found, found", tmp_path)
 
 
-@pytest.mark.long  # worlds/test_layers.py looks at the sources
 def test_convert_and_planner_load_nothing_of_each_other(tmp_path):
     code = "import sys, statestream.{} as _\nassert not [m for m in sys.modules if m.startswith('statestream.{}')]"
     run(code.format("convert.command", "planner"), tmp_path)
@@ -205,7 +203,6 @@ def test_import_opens_nothing_for_writing_and_asks_no_network(tmp_path):
     assert "'open', 'os.putenv', 'socket.getaddrinfo'" in of_control
 
 
-@pytest.mark.long  # the test before looks at what is opened
 def test_import_writes_no_files(tmp_path):
     for name in ("home", "temp", "cwd"):
         (tmp_path / name).mkdir()

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.skipif(
 MIB = 1 << 20
 NEED = 16 * MIB
 SLACK = 1.5 * MIB
-"""Each processor counts up to 64 pages of each kind by itself before the system knows. Less than the 2 MiB that go."""
+"""Less than the 2 MiB that go. One whole run measured 1.05 MiB too much in one process, in each of these tests; the
+cause is not known."""
 NEAR = pytest.approx(NEED, abs=SLACK)
 
 

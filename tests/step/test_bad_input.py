@@ -1,12 +1,13 @@
 """Bad input is one error that names it, and the optimizer works on as if nothing had been asked."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
 from helpers.bits import differences, snapshot
 from helpers.training import train
-from statestream import FusedAdam
+from statestream import CPUOffloadOptimizer, FusedAdam
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -289,11 +290,24 @@ def test_a_bad_number_of_threads_is_named(threads, monkeypatch):
     assert all(state["step"].item() == 0 for state in optimizer.state.values())
 
 
-@pytest.mark.parametrize("what", ["parameter 1 of group 0", "gradient of parameter 1", "exp_avg of parameter 1"])
+OVER = {
+    "plain": lambda optimizer: optimizer,
+    "streamed": lambda optimizer: CPUOffloadOptimizer(optimizer, 3000),
+    "on the host": lambda optimizer: CPUOffloadOptimizer(optimizer, 3000, cpu_fraction=1),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "over"),
+    [
+        *product(["parameter 1 of group 0", "gradient of parameter 1"], OVER),
+        ("exp_avg of parameter 1", "plain"),  # elsewhere it is a view of a block that others share
+    ],
+)
 @pytest.mark.parametrize("masters", [False, True])
-def test_memory_that_was_freed_under_a_tensor_is_an_error_that_names_it(what, masters):
+def test_memory_that_was_freed_under_a_tensor_is_an_error_that_names_it(what, masters, over):
     params = [torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16)) for _ in range(2)]
-    optimizer = FusedAdam(params, lr=0.1, master_weights=masters)
+    optimizer = OVER[over](FusedAdam(params, lr=0.1, master_weights=masters))
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -301,6 +315,22 @@ def test_memory_that_was_freed_under_a_tensor_is_an_error_that_names_it(what, ma
     freed.untyped_storage().resize_(0)
     before = params[0].detach().clone()
     with pytest.raises(ValueError, match=rf"{what}.*: (600|1200) bytes are wanted .* its memory has 0"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    assert optimizer.state[params[0]]["step"] == 1
+
+
+@pytest.mark.parametrize("over", OVER)
+@pytest.mark.parametrize("found", [None, 0.5, [1.0]], ids=repr)
+def test_a_state_that_is_no_tensor_is_an_error_that_names_it(found, over):
+    params = [torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = OVER[over](FusedAdam(params, lr=0.1, master_weights=True))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.state[params[1]]["exp_avg"] = found
+    before = params[0].detach().clone()
+    with pytest.raises(ValueError, match=rf"exp_avg .*expected a tensor, found {type(found).__name__}"):
         optimizer.step()
     assert torch.equal(params[0], before)
     assert optimizer.state[params[0]]["step"] == 1

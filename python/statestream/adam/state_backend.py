@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,9 +51,6 @@ class SteppedOptimizer(Protocol):
     def check_gradients(self) -> None: ...
 
 
-Optimizer = TypeVar("Optimizer", bound=SteppedOptimizer)
-
-
 class StateBackend(StateFactory, ABC):
     """The contract, and what every backend shares: which kernel calls a step is, and what comes before and after each.
 
@@ -82,7 +79,7 @@ class StateBackend(StateFactory, ABC):
         """Within, torch's operations on gradients come before those of the next step."""
         return nullcontext()
 
-    def detached(self, optimizer: Optimizer) -> Optimizer:
+    def detached(self, optimizer: SteppedOptimizer) -> SteppedOptimizer:
         """An optimizer to be copied or pickled in the place of `optimizer`: its state is in memory of its own."""
         return optimizer
 
@@ -178,8 +175,8 @@ class StateBackend(StateFactory, ABC):
     def _add(self, calls: dict[Any, Call], job: Job) -> None:
         for key, kept in job.states.items():
             check_has_data(kept.local, f"{key} of {job.name}")
-        tensors = [kept.local for kept in job.states.values() if kept.local is not job.target]
-        exp_avg, exp_avg_sq, master = (*tensors, None) if len(tensors) == len(MOMENTS) else tensors
+        exp_avg, exp_avg_sq = (job.states[kind].local for kind in MOMENTS)
+        master = None if job.formats.master == kernels.NONE else job.states[MASTER].local
         row = kernels.row(job.target, job.grad, exp_avg, exp_avg_sq, master, job.counter)
         in_rows = job.needs_extras and len(job.runs) != 1
         key = job.local.device, job.formats, in_rows

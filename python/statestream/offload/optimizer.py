@@ -47,7 +47,7 @@ from statestream.offload.muon.variants import muon_layout
 from statestream.offload.one_pass import OnePassStrategy
 from statestream.offload.per_parameter.strategy import PerParameterStrategy
 from statestream.offload.step_plan import StepPlan, plan_of
-from statestream.optimizer_hooks import call_hooks, run_step_hooks, run_step_pre_hooks, through_hooks
+from statestream.optimizer_hooks import call_hooks, run_step_post_hooks, run_step_pre_hooks, through_hooks
 from statestream.tensors.local import is_dtensor, local_of
 
 __all__ = ["CPUOffloadOptimizer"]
@@ -355,7 +355,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._update(legacy)
-        run_step_hooks(self.inner._optimizer_step_post_hooks, self.inner, (args, legacy))
+        run_step_post_hooks(self.inner._optimizer_step_post_hooks, self.inner, (args, legacy))
         self.inner._opt_called = True  # a scheduler that was given the inner optimizer asks
         return loss
 

@@ -33,7 +33,9 @@ class StateFactory:
         return asked
 
     def stored(self, param: Tensor, name: str, tensor: Tensor) -> Stored:
-        """A state of the parameter with its scales, where it has some."""
+        """A state of the parameter with its scales, where it has some. ValueError for what is no tensor."""
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} in the state of a parameter: expected a tensor, found {type(tensor).__name__}")
         if tensor.dtype not in SCALED:
             return Stored(tensor)
         return Stored(tensor, self.scales.get(param, {}).get(name), root=name == "exp_avg_sq")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from statestream.adam.grad_scaling import StepNumbers
 from statestream.adam.rounding import Rounding
-from statestream.adam.state_backend import Optimizer, ResidentState, SteppedOptimizer
+from statestream.adam.state_backend import ResidentState, SteppedOptimizer
 from statestream.state.state_format import MASTER, MOMENTS, STEP, StateFormat
 from statestream.tensors.local import is_fake, local_of, same_layout
 
@@ -62,7 +62,7 @@ class StreamedState(ResidentState):
     def computing(self) -> AbstractContextManager[Any]:
         return super().computing() if self.strategy is None else self.strategy.device.computing()
 
-    def detached(self, optimizer: Optimizer) -> Optimizer:
+    def detached(self, optimizer: SteppedOptimizer) -> SteppedOptimizer:
         return optimizer if self.strategy is None else self.strategy.detached()
 
     def make(self, param: Tensor) -> dict[str, Any]:
@@ -87,7 +87,8 @@ class StreamedState(ResidentState):
         local, dtypes = local_of(param), self.state_format.dtypes(param)
         others = {name: value for name, value in state.items() if name not in (STEP, *STATES)}
         fits = set(state) - set(others) == {STEP, *dtypes} and all(
-            state[name].dtype is dtype and same_layout(local_of(state[name]), local) for name, dtype in dtypes.items()
+            (tensor := self.stored(param, name, state[name]).local).dtype is dtype and same_layout(tensor, local)
+            for name, dtype in dtypes.items()
         )
         if fits and strategy.holds(param, state):
             return

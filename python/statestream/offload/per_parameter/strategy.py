@@ -303,7 +303,7 @@ class PerParameterStrategy(Strategy):
 
 
 class _Flow:
-    """stream.Stepper for one step: each chunk is wholly done or wholly undone."""
+    """A pipeline.Stepper for one step: each chunk is wholly done or wholly undone."""
 
     def __init__(self, owner: PerParameterStrategy, layout: Any, jobs: dict[int, Member], subset: Subset):
         self.owner, self.layout, self.jobs, self.subset = owner, layout, jobs, subset
