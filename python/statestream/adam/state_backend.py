@@ -25,7 +25,7 @@ from statestream.kernels import Formats
 from statestream.kernels.abi import scale_address
 from statestream.kernels.rows import runs_for
 from statestream.state.factory import StateFactory
-from statestream.state.state_format import MASTER, MOMENTS, STEP, StateFormat
+from statestream.state.state_format import MASTER, MOMENTS, STATES, STEP, StateFormat
 from statestream.state.stored import Stored
 from statestream.tensors.global_index import runs_of
 from statestream.tensors.local import is_dense, local_of, same_layout
@@ -35,8 +35,6 @@ from statestream.tensors.validate import check_has_data
 from statestream.tensors.write_tracker import WriteTracker
 
 __all__ = ["ResidentState", "StateBackend", "checked_grad"]
-
-KINDS = (*MOMENTS, MASTER)
 
 
 class SteppedOptimizer(Protocol):
@@ -150,8 +148,8 @@ class StateBackend(StateFactory, ABC):
         if not is_quantized(local):
             check_has_data(local, name)
         self.follow(param, state)
-        states = {key: self.stored(param, key, state[key]) for key in KINDS if key in state}
-        codes = [kernels.state_format_of(states[key].local) if key in states else kernels.NONE for key in KINDS]
+        states = {key: self.stored(param, key, state[key]) for key in STATES if key in state}
+        codes = [kernels.state_format_of(states[key].local) if key in states else kernels.NONE for key in STATES]
         target = local
         if is_quantized(local):
             target, codes[-1] = states[MASTER].local, kernels.NONE
@@ -190,7 +188,7 @@ class StateBackend(StateFactory, ABC):
             call.quantized.append((job.param, job.target))
         if in_rows:
             call.counters.append(job.counter)
-        call.add(job, row, [_scale_address(job.states.get(kind), job.local.numel()) for kind in KINDS])
+        call.add(job, row, [_scale_address(job.states.get(kind), job.local.numel()) for kind in STATES])
 
     def refresh(self, call: Call, state: dict[Tensor, dict[str, Any]]) -> None:
         """Brings the call's masters back to parameters that were written since the last step."""

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from statestream.arguments import HOW_TORCH_RUNS, check_group_options
 from statestream.state.format_version import SAYS_NOTHING, Masters, check_held, masters_in
 from statestream.state.lazy_state import peek
-from statestream.state.state_format import MASTER, MOMENTS, STEP, StateFormat
+from statestream.state.state_format import MASTER, STATES, STEP, StateFormat
 from statestream.tensors.local import is_fake, local_of, same_layout
 from statestream.tensors.quantized import is_quantized
 from statestream.tensors.sharding import shard_of
@@ -358,7 +358,7 @@ def _checked_state(
             f"{label}: it is not initialized, and the state dict has state of it; run the model once before"
         )
     dtypes = state_format.dtypes(param)
-    other = {name: value for name, value in present.items() if name not in (STEP, *MOMENTS, MASTER)}
+    other = {name: value for name, value in present.items() if name not in (STEP, *STATES)}
     for name in sorted(other, key=str):
         if name not in own:
             raise ValueError(

@@ -12,10 +12,12 @@ from statestream.state.stored import SCALED
 from statestream.tensors.local import local_of
 from statestream.tensors.quantized import is_quantized
 
-__all__ = ["MASTER", "MOMENTS", "STEP", "StateFormat"]
+__all__ = ["MASTER", "MOMENTS", "STATES", "STEP", "StateFormat"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
+STATES = (*MOMENTS, MASTER)
+"""The states that are shaped as their parameter."""
 STEP = "step"
 
 
@@ -47,7 +49,7 @@ class StateFormat:
 
     @property
     def has_scales(self) -> bool:
-        return any(self.dtype_of(name) in SCALED for name in (*MOMENTS, MASTER))
+        return any(self.dtype_of(name) in SCALED for name in STATES)
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """Stored dtype of that state of a bfloat16 parameter."""

@@ -13,8 +13,7 @@ from statestream import kernels
 from statestream.adam.calls import Call, Job
 from statestream.formats import scale_count
 from statestream.kernels import AdamOptions, Formats
-from statestream.offload.adam.streamed_state import STATES
-from statestream.state.state_format import MASTER
+from statestream.state.state_format import MASTER, STATES
 from statestream.streaming.pipeline import Stage
 from statestream.streaming.plan import GRAIN_ELEMENTS, Piece
 from statestream.tensors.local import flat, is_fake

@@ -20,13 +20,13 @@ from statestream.formats import scale_count
 from statestream.kernels import AdamOptions
 from statestream.offload.adam.device_step import AdamFlow, StreamedJob
 from statestream.offload.adam.host_share import HostSide
-from statestream.offload.adam.streamed_state import STATES, StreamedState, scales_of
+from statestream.offload.adam.streamed_state import StreamedState, scales_of
 from statestream.offload.gradients.accumulate import GRAD_BYTES, OffloadedGradients
 from statestream.offload.host.arena import GRADS
 from statestream.offload.host.store import Entry, Location, compact_copy, largest_shard
 from statestream.offload.strategy import Strategy
 from statestream.state.lazy_state import LazyState
-from statestream.state.state_format import MASTER, STEP
+from statestream.state.state_format import MASTER, STATES, STEP
 from statestream.state.stored import SCALED, Stored
 from statestream.streaming import pipeline
 from statestream.streaming.plan import GRAIN_ELEMENTS, Unit

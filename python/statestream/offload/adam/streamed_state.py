@@ -11,15 +11,13 @@ from torch import Tensor
 from statestream.adam.grad_scaling import StepNumbers
 from statestream.adam.rounding import Rounding
 from statestream.adam.state_backend import ResidentState, SteppedOptimizer
-from statestream.state.state_format import MASTER, MOMENTS, STEP, StateFormat
+from statestream.state.state_format import MASTER, MOMENTS, STATES, STEP, StateFormat
 from statestream.tensors.local import is_fake, local_of, same_layout
 
 if TYPE_CHECKING:
     from statestream.offload.adam.strategy import AdamStrategy
 
-__all__ = ["STATES", "StreamedState", "scales_of"]
-
-STATES = (*MOMENTS, MASTER)
+__all__ = ["StreamedState", "scales_of"]
 
 
 def scales_of(name: str) -> str:
