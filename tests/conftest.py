@@ -135,6 +135,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     # Not in the process that starts those which run the tests, nor before these have said what machine it is.
     if session.config.option.markexpr == "quick" and not session.config.option.numprocesses:
+        import torch  # noqa: F401  with CUDA it starts a process to find its libraries
+
         sys.addaudithook(_refuse_processes)
     gc.disable()  # of what is collected nothing goes: a quarter of the time would be spent in looking for it
     try:
